@@ -1,0 +1,509 @@
+"""
+Tiny models for the dialogues of `hh_dialogues.py`, trained in about two minutes on two CPU cores and then cached: a
+tokenizer, a policy (supervised on good and bad answers alike, so that it is mediocre on purpose) and a reward model
+(trained on the preferences). Nothing is downloaded.
+
+```python
+from hh_bootstrap import prepare_default
+
+assets = prepare_default("~/.cache/trl_klx")
+policy = AutoModelForCausalLM.from_pretrained(assets.sft_path)
+reward_model = AutoModelForSequenceClassification.from_pretrained(assets.reward_path)
+```
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from hh_dialogues import make_preference_pairs
+
+
+# Part of the name of the cache folder. Raise it when the training below changes in a way the settings do not show.
+VERSION = 1
+# Written last, so a folder without it is not finished.
+METRICS_FILE = "metrics.json"
+
+
+@dataclass(frozen=True)
+class BootstrapSettings:
+    """
+    Sizes and steps of the tiny models.
+
+    Args:
+        n_train (`int`, *optional*, defaults to `2400`):
+            Number of training pairs.
+        n_heldout (`int`, *optional*, defaults to `300`):
+            Number of held-out pairs.
+        vocab_size (`int`, *optional*, defaults to `1200`):
+            Largest size of the vocabulary. The byte-pair merges may run out earlier.
+        hidden_size (`int`, *optional*, defaults to `128`):
+            Width of the Llama.
+        num_layers (`int`, *optional*, defaults to `4`):
+            Depth of the Llama.
+        max_positions (`int`, *optional*, defaults to `512`):
+            Longest sequence of the Llama.
+        sft_steps (`int`, *optional*, defaults to `600`):
+            Optimizer steps of the supervised training.
+        sft_batch_size (`int`, *optional*, defaults to `32`):
+            Dialogues per supervised step.
+        sft_learning_rate (`float`, *optional*, defaults to `2e-3`):
+            Peak learning rate of the supervised training.
+        reward_steps (`int`, *optional*, defaults to `300`):
+            Optimizer steps of the reward model.
+        reward_batch_size (`int`, *optional*, defaults to `16`):
+            Pairs per step of the reward model.
+        reward_learning_rate (`float`, *optional*, defaults to `5e-4`):
+            Peak learning rate of the reward model.
+    """
+
+    n_train: int = 2400
+    n_heldout: int = 300
+    vocab_size: int = 1200
+    hidden_size: int = 128
+    num_layers: int = 4
+    max_positions: int = 512
+    sft_steps: int = 600
+    sft_batch_size: int = 32
+    sft_learning_rate: float = 2e-3
+    reward_steps: int = 300
+    reward_batch_size: int = 16
+    reward_learning_rate: float = 5e-4
+
+
+DEFAULT_SETTINGS = BootstrapSettings()
+QUICK_SETTINGS = BootstrapSettings(
+    n_train=600,
+    n_heldout=100,
+    hidden_size=64,
+    num_layers=2,
+    sft_steps=80,
+    sft_batch_size=16,
+    sft_learning_rate=5e-3,
+    reward_steps=80,
+    reward_learning_rate=2e-3,
+)
+
+
+@dataclass
+class DefaultAssets:
+    """
+    What [`prepare_default`] leaves behind.
+
+    Args:
+        sft_path (`Path`):
+            Folder with the policy and its tokenizer.
+        reward_path (`Path`):
+            Folder with the reward model and the same tokenizer.
+        sft_perplexity_before (`float`):
+            Perplexity of the held-out chosen answers under the untrained policy.
+        sft_perplexity_after (`float`):
+            The same after supervised training.
+        reward_accuracy (`float`):
+            Share of the held-out pairs in which the reward model scores the chosen answer higher.
+        mean_reward_chosen (`float`):
+            Mean score of the held-out chosen answers.
+        mean_reward_rejected (`float`):
+            Mean score of the held-out rejected answers.
+        seconds (`float`):
+            How long the training took when it was done.
+        from_cache (`bool`):
+            Whether this call found everything finished.
+        train_rows (`list[dict[str, str]]`):
+            Training rows, see [`~hh_dialogues.make_preference_pairs`].
+        heldout_rows (`list[dict[str, str]]`):
+            Held-out rows.
+    """
+
+    sft_path: Path
+    reward_path: Path
+    sft_perplexity_before: float
+    sft_perplexity_after: float
+    reward_accuracy: float
+    mean_reward_chosen: float
+    mean_reward_rejected: float
+    seconds: float
+    from_cache: bool
+    train_rows: list[dict[str, str]] = field(repr=False)
+    heldout_rows: list[dict[str, str]] = field(repr=False)
+
+
+@contextlib.contextmanager
+def _preserve_rng() -> Iterator[None]:
+    """Leave the global generators as they were, so that a run which trains and one which loads continue alike."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def train_tokenizer(rows: Sequence[dict[str, str]], vocab_size: int, max_positions: int) -> PreTrainedTokenizerFast:
+    """
+    Train a byte-level BPE tokenizer on the text of the rows.
+
+    It adds no special tokens by itself, and no merge crosses from the prompt's `"Assistant:"` into the answer's leading
+    space, so tokenizing prompt and answer apart or together gives the same tokens.
+
+    Args:
+        rows (`Sequence[dict[str, str]]`):
+            Rows with `"prompt"`, `"chosen"` and `"rejected"`.
+        vocab_size (`int`):
+            Largest size of the vocabulary.
+        max_positions (`int`):
+            Longest sequence of the model.
+
+    Returns:
+        [`~transformers.PreTrainedTokenizerFast`]:
+            Tokenizer which pads on the left, as generation needs it.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "<bos>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((row["prompt"] + row[key] for row in rows for key in ("chosen", "rejected")), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        padding_side="left",
+        model_max_length=max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def heldout_perplexity(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[dict[str, str]],
+    batch_size: int = 32,
+    max_length: int = 512,
+) -> float:
+    """
+    Perplexity of the chosen answers given their prompts.
+
+    `exp(-(1/N) sum log p(token))` over the N tokens of all answers, each followed by the end-of-sequence token; prompt
+    tokens only condition.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        rows (`Sequence[dict[str, str]]`):
+            Rows with `"prompt"` and `"chosen"`.
+        batch_size (`int`, *optional*, defaults to `32`):
+            Rows per forward pass.
+        max_length (`int`, *optional*, defaults to `512`):
+            Longest sequence. A longer one loses the start of its prompt, then the end of its answer.
+
+    Returns:
+        `float`:
+            The perplexity.
+    """
+    if not rows:
+        raise ValueError("`rows` is empty, so there is no perplexity to compute.")
+    total_nll, total_tokens = 0.0, 0
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    device = next(model.parameters()).device
+    with _eval_mode(model):
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            input_ids, labels = [], []
+            for row in batch:
+                prompt_ids = tokenizer(row["prompt"])["input_ids"]
+                answer_ids = tokenizer(row["chosen"], add_special_tokens=False)["input_ids"]
+                answer_ids = (answer_ids + [tokenizer.eos_token_id])[: max_length - 1]
+                prompt_ids = prompt_ids[-(max_length - len(answer_ids)) :]
+                input_ids.append(prompt_ids + answer_ids)
+                labels.append([-100] * len(prompt_ids) + answer_ids)
+            width = max(len(ids) for ids in input_ids)
+            mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in input_ids])  # (B, T)
+            padded = torch.tensor([ids + [pad_id] * (width - len(ids)) for ids in input_ids])  # (B, T)
+            target = torch.tensor([ids + [-100] * (width - len(ids)) for ids in labels])  # (B, T)
+            logits = model(input_ids=padded.to(device), attention_mask=mask.to(device), use_cache=False).logits
+            nll = torch.nn.functional.cross_entropy(
+                logits[:, :-1].float().flatten(0, 1), target[:, 1:].flatten().to(device), reduction="sum"
+            )
+            total_nll += nll.item()
+            total_tokens += int((target[:, 1:] != -100).sum())
+    return math.exp(total_nll / total_tokens)
+
+
+def score_texts(
+    reward_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], batch_size: int = 64
+) -> torch.Tensor:
+    """
+    Scores of a reward model, computed the way TRL's online trainers do: no special tokens, padding on the right.
+
+    Args:
+        reward_model ([`~transformers.PreTrainedModel`]):
+            Sequence classification model with one label.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        texts (`Sequence[str]`):
+            Transcripts, each `prompt + answer`.
+        batch_size (`int`, *optional*, defaults to `64`):
+            Transcripts per forward pass.
+
+    Returns:
+        `torch.Tensor`:
+            Scores of shape `(len(texts),)`.
+    """
+    device = next(reward_model.parameters()).device
+    scores = []
+    with _eval_mode(reward_model):
+        for start in range(0, len(texts), batch_size):
+            inputs = tokenizer(
+                text=list(texts[start : start + batch_size]),
+                return_tensors="pt",
+                padding=True,
+                padding_side="right",
+                add_special_tokens=False,
+            ).to(device)
+            scores.append(reward_model(**inputs).logits[:, 0].float().cpu())
+    return torch.cat(scores)
+
+
+def _training_arguments(output_dir: Path, steps: int, batch_size: int, learning_rate: float, seed: int) -> dict[str, Any]:
+    return {
+        "output_dir": str(output_dir),
+        "max_steps": steps,
+        "per_device_train_batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": steps // 20,
+        "weight_decay": 0.01,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": max(1, steps // 4),
+        "disable_tqdm": False,
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+        "max_length": None,
+        "seed": seed,
+    }
+
+
+def _train_policy(
+    train_rows: list[dict[str, str]],
+    heldout_rows: list[dict[str, str]],
+    tokenizer: PreTrainedTokenizerFast,
+    settings: BootstrapSettings,
+    seed: int,
+    folder: Path,
+    work_dir: Path,
+) -> tuple[float, float]:
+    set_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        intermediate_size=3 * settings.hidden_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=settings.max_positions,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    before = heldout_perplexity(model, tokenizer, heldout_rows)
+    # Good and bad answers in equal shares: the policy can produce both, and the reward has something to choose from.
+    dataset = Dataset.from_list(
+        [{"prompt": row["prompt"], "completion": row[key]} for row in train_rows for key in ("chosen", "rejected")]
+    )
+    arguments = _training_arguments(
+        work_dir, settings.sft_steps, settings.sft_batch_size, settings.sft_learning_rate, seed
+    )
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(**arguments, completion_only_loss=True),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    after = heldout_perplexity(model, tokenizer, heldout_rows)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return before, after
+
+
+def _train_reward_model(
+    train_rows: list[dict[str, str]],
+    heldout_rows: list[dict[str, str]],
+    tokenizer: PreTrainedTokenizerFast,
+    settings: BootstrapSettings,
+    seed: int,
+    sft_folder: Path,
+    folder: Path,
+    work_dir: Path,
+) -> tuple[float, float, float]:
+    # RewardTrainer appends the end-of-sequence token to text, and reads the score there. The online trainers decode
+    # completions without special tokens, so their reward model never sees it. Rows which are already tokenized are left
+    # alone, which makes training and use agree.
+    dataset = Dataset.from_list(
+        [
+            {
+                f"{key}_ids": tokenizer(row["prompt"] + row[key], add_special_tokens=False)["input_ids"]
+                for key in ("chosen", "rejected")
+            }
+            for row in train_rows
+        ]
+    )
+    arguments = _training_arguments(
+        work_dir, settings.reward_steps, settings.reward_batch_size, settings.reward_learning_rate, seed
+    )
+    trainer = RewardTrainer(
+        model=str(sft_folder),
+        args=RewardConfig(**arguments, center_rewards_coefficient=0.01),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    chosen = score_texts(model, tokenizer, [row["prompt"] + row["chosen"] for row in heldout_rows])
+    rejected = score_texts(model, tokenizer, [row["prompt"] + row["rejected"] for row in heldout_rows])
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return (chosen > rejected).float().mean().item(), chosen.mean().item(), rejected.mean().item()
+
+
+def _build(
+    folder: Path,
+    train_rows: list[dict[str, str]],
+    heldout_rows: list[dict[str, str]],
+    settings: BootstrapSettings,
+    seed: int,
+) -> None:
+    start = time.time()
+    print(f"[1/3] Training a tokenizer on {len(train_rows)} dialogues")
+    tokenizer = train_tokenizer(train_rows, settings.vocab_size, settings.max_positions)
+    print(f"[2/3] Supervised training of the policy: {settings.sft_steps} steps, {len(tokenizer)} tokens in the vocabulary")
+    before, after = _train_policy(
+        train_rows, heldout_rows, tokenizer, settings, seed, folder / "sft", folder / "trainer"
+    )
+    print(f"      held-out perplexity of the chosen answers: {before:.1f} -> {after:.2f}")
+    print(f"[3/3] Training the reward model: {settings.reward_steps} steps on preference pairs")
+    accuracy, mean_chosen, mean_rejected = _train_reward_model(
+        train_rows, heldout_rows, tokenizer, settings, seed, folder / "sft", folder / "reward", folder / "trainer"
+    )
+    print(f"      held-out accuracy of the reward model: {accuracy:.3f}")
+    shutil.rmtree(folder / "trainer", ignore_errors=True)
+    metrics = {
+        "sft_perplexity_before": before,
+        "sft_perplexity_after": after,
+        "reward_accuracy": accuracy,
+        "mean_reward_chosen": mean_chosen,
+        "mean_reward_rejected": mean_rejected,
+        "seconds": time.time() - start,
+    }
+    (folder / METRICS_FILE).write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+def _publish(folder: Path, target: Path) -> None:
+    """Rename a finished folder to its final name, unless another process was faster."""
+    if target.exists() and not (target / METRICS_FILE).exists():
+        shutil.rmtree(target)
+    try:
+        os.rename(folder, target)
+    except OSError:
+        if not (target / METRICS_FILE).exists():
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def prepare_default(cache_dir: str | os.PathLike[str], seed: int = 0, quick: bool = False) -> DefaultAssets:
+    """
+    Train the tiny tokenizer, policy and reward model, or load them if an earlier call has done so.
+
+    Args:
+        cache_dir (`str` or `os.PathLike`):
+            Where to keep the models. Each combination of seed, settings and dialogues has a folder of its own, which
+            gets its name only when it is complete.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the dialogues and of the training.
+        quick (`bool`, *optional*, defaults to `False`):
+            Same steps with smaller models and fewer pairs, for tests. The models are poor.
+
+    Returns:
+        [`DefaultAssets`]:
+            Paths, measurements and rows.
+    """
+    settings = QUICK_SETTINGS if quick else DEFAULT_SETTINGS
+    pairs = make_preference_pairs(n_train=settings.n_train, n_heldout=settings.n_heldout, seed=seed)
+    identity = json.dumps({"version": VERSION, "seed": seed, **asdict(settings), "pairs": pairs}, sort_keys=True)
+    cache_dir = Path(cache_dir).expanduser()
+    target = cache_dir / f"hh_default_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    from_cache = (target / METRICS_FILE).exists()
+    if from_cache:
+        print(f"Using the tiny models in {target}")
+    else:
+        print(f"Training the tiny models for {target}; this is done once")
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".unfinished_", dir=cache_dir))
+        try:
+            with _preserve_rng():
+                _build(folder, pairs["train"], pairs["heldout"], settings, seed)
+            _publish(folder, target)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    return DefaultAssets(
+        sft_path=target / "sft",
+        reward_path=target / "reward",
+        from_cache=from_cache,
+        train_rows=pairs["train"],
+        heldout_rows=pairs["heldout"],
+        **json.loads((target / METRICS_FILE).read_text()),
+    )

@@ -1,0 +1,35 @@
+"""KL control for TRL's reinforcement-learning trainers."""
+
+from .advantages import center_kl_advantages
+from .configs import KLXGRPOConfig, KLXRLOOConfig
+from .controllers import (
+    AdaptiveKLController,
+    ExponentialKLController,
+    FixedKLController,
+    KLController,
+    PIDKLController,
+    get_kl_controller,
+    register_kl_controller,
+)
+from .estimators import estimate_kl
+from .trainers.grpo import KLXGRPOTrainer
+from .trainers.rloo import KLXRLOOTrainer
+
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdaptiveKLController",
+    "ExponentialKLController",
+    "FixedKLController",
+    "KLController",
+    "KLXGRPOConfig",
+    "KLXGRPOTrainer",
+    "KLXRLOOConfig",
+    "KLXRLOOTrainer",
+    "PIDKLController",
+    "center_kl_advantages",
+    "estimate_kl",
+    "get_kl_controller",
+    "register_kl_controller",
+]

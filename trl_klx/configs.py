@@ -1,0 +1,463 @@
+"""Config fields of KL control, shared by every trainer, and one thin config per trainer."""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trl import GRPOConfig, RLOOConfig
+
+from .controllers import KLController, get_kl_controller, get_kl_controller_class, list_kl_controllers
+from .estimators import KL_ESTIMATORS
+
+
+KL_PLACEMENTS = ("advantage", "reward", "loss")
+KL_CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
+KL_TARGET_UNITS = ("sequence", "token")
+
+# The fields that say which policy is the reference: at most one of them may be set.
+REFERENCE_FIELDS = ("kl_penalty_reference_step", "kl_ref_adapter_path", "kl_ref_lag", "kl_ref_sync_steps")
+# The fields that still mean something when the KL is only measured.
+MONITOR_FIELDS = {*REFERENCE_FIELDS, "kl_ref_mixup_alpha", "kl_target", "kl_target_unit", "kl_warn_window"}
+# Controller settings by the name of the config field that carries them.
+CONTROLLER_FIELDS = {"kl_horizon": "horizon", "kl_coef_min": "min_coef", "kl_coef_max": "max_coef"}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _placement_defaults(placement: str) -> dict[str, str]:
+    return {
+        "kl_estimator": "k3" if placement == "loss" else "k1",
+        "kl_centering": "batch" if placement == "advantage" else "none",
+    }
+
+
+@dataclass
+class KLXConfigMixin:
+    r"""
+    KL-control fields, flat so that [`~trl.TrlParser`] reads them from YAML and from flags. With every field at its
+    default, a KLX config trains exactly as its TRL parent does.
+
+    Parameters:
+        kl_penalty_coef (`float`, *optional*, defaults to `0.0`):
+            Strength of the KL penalty, and the starting value of the controller. `0.0` switches it off.
+        kl_penalty_reference_step (`int`, *optional*):
+            Reference: the policy as saved at this step. `0` is the initial policy, `N` is `checkpoint-N` in
+            `output_dir`. If unset (and no other reference is chosen), the reference is the base model with the adapter
+            disabled, or the initial weights in full fine-tuning.
+        kl_ref_adapter_path (`str`, *optional*):
+            Reference: the LoRA adapter in this directory (or Hub repository), on the base model shared with the policy.
+        kl_ref_lag (`int`, *optional*):
+            Moving reference: the policy as it was this many optimizer steps ago.
+        kl_ref_sync_steps (`int`, *optional*):
+            Moving reference: a copy of the policy, refreshed every this many optimizer steps.
+        kl_ref_mixup_alpha (`float`, *optional*):
+            With `kl_ref_sync_steps`: weight of the policy in each refresh, `ref = (1 - alpha) * ref + alpha * policy`.
+            If unset, each refresh is a plain copy.
+        kl_placement (`str`, *optional*, defaults to `"advantage"`):
+            Where the penalty acts: `"advantage"` (zero-mean adjustment of per-token advantages), `"reward"` (the
+            sequence's KL is subtracted from its reward) or `"loss"` (a KL term in the loss).
+        kl_estimator (`str`, *optional*):
+            Per-token estimator that is penalised: `"k1"`, `"k2"`, `"k3"`, `"abs"`, `"full"`, `"trlx"` or
+            `"importance"`. If unset, `"k1"`, and `"k3"` with `kl_placement="loss"`, which knows no other.
+        kl_centering (`str`, *optional*):
+            With `kl_placement="advantage"`: the set of tokens over which the adjustment has zero mean: `"batch"` (the
+            whole generation batch on all processes), `"microbatch"`, `"group"`, `"sequence"` or `"none"`. If unset,
+            `"batch"`.
+        kl_discount (`float`, *optional*, defaults to `0.0`):
+            With `kl_placement="advantage"`: `0.0` lets each token pay for its own KL, a value in (0, 1] for the
+            discounted KL from this token on.
+        kl_controller (`str`, *optional*):
+            Name of the controller in the registry. If unset, `"adaptive"` when `kl_target` is set, else `"fixed"`.
+        kl_target (`float`, *optional*):
+            The KL to hold, in nats.
+        kl_target_unit (`str`, *optional*, defaults to `"sequence"`):
+            Whether target and KL statistic are a sum per completion (`"sequence"`) or a mean per token (`"token"`).
+        kl_horizon (`int`, *optional*, defaults to `10000`):
+            Horizon of the adaptive controller, in completions over all processes.
+        kl_coef_min (`float`, *optional*, defaults to `1e-4`):
+            Lower bound of every adaptive coefficient.
+        kl_coef_max (`float`, *optional*, defaults to `10.0`):
+            Upper bound of every adaptive coefficient.
+        kl_controller_kwargs (`dict` or `str`, *optional*):
+            Further keyword arguments of the controller; a JSON object on the command line.
+        kl_monitor (`bool`, *optional*, defaults to `False`):
+            Measure and log the KL although the penalty is off.
+        kl_warn_window (`int`, *optional*, defaults to `100`):
+            Number of generation batches over which the drift diagnostics average the KL. `0` switches them off.
+    """
+
+    kl_penalty_coef: float = field(
+        default=0.0,
+        metadata={"help": "Strength of the KL penalty and starting value of the controller. 0.0 switches it off."},
+    )
+    kl_penalty_reference_step: int | None = field(
+        default=None,
+        metadata={
+            "help": "Reference: the policy as saved at this step. 0 is the initial policy, N is `checkpoint-N` in "
+            "`output_dir`. If unset, the base model with the adapter disabled, or the initial weights in full "
+            "fine-tuning."
+        },
+    )
+    kl_ref_adapter_path: str | None = field(
+        default=None,
+        metadata={"help": "Reference: the LoRA adapter in this directory, on the base model shared with the policy."},
+    )
+    kl_ref_lag: int | None = field(
+        default=None,
+        metadata={"help": "Moving reference: the policy as it was this many optimizer steps ago."},
+    )
+    kl_ref_sync_steps: int | None = field(
+        default=None,
+        metadata={"help": "Moving reference: a copy of the policy, refreshed every this many optimizer steps."},
+    )
+    kl_ref_mixup_alpha: float | None = field(
+        default=None,
+        metadata={
+            "help": "With `kl_ref_sync_steps`: weight of the policy in each refresh, `ref = (1 - alpha) * ref + "
+            "alpha * policy`. If unset, each refresh is a plain copy."
+        },
+    )
+    kl_placement: str = field(
+        default="advantage",
+        metadata={
+            "help": "Where the penalty acts: 'advantage' (zero-mean adjustment of per-token advantages), 'reward' "
+            "(the sequence's KL is subtracted from its reward) or 'loss' (a KL term in the loss).",
+            "choices": list(KL_PLACEMENTS),
+        },
+    )
+    kl_estimator: str | None = field(
+        default=None,
+        metadata={
+            "help": "Per-token estimator that is penalised. If unset, 'k1', and 'k3' with `kl_placement='loss'`, which "
+            "knows no other.",
+            "choices": list(KL_ESTIMATORS),
+        },
+    )
+    kl_centering: str | None = field(
+        default=None,
+        metadata={
+            "help": "With `kl_placement='advantage'`: set of tokens over which the adjustment has zero mean: 'batch' "
+            "(the whole generation batch on all processes), 'microbatch', 'group', 'sequence' or 'none'. If unset, "
+            "'batch'.",
+            "choices": list(KL_CENTERINGS),
+        },
+    )
+    kl_discount: float = field(
+        default=0.0,
+        metadata={
+            "help": "With `kl_placement='advantage'`: 0.0 lets each token pay for its own KL, a value in (0, 1] for "
+            "the discounted KL from this token on."
+        },
+    )
+    kl_controller: str | None = field(
+        default=None,
+        metadata={
+            "help": "Name of the controller in the registry: 'fixed', 'adaptive', 'exponential', 'pid' or one of your "
+            "own. If unset, 'adaptive' when `kl_target` is set, else 'fixed'."
+        },
+    )
+    kl_target: float | None = field(default=None, metadata={"help": "The KL to hold, in nats."})
+    kl_target_unit: str = field(
+        default="sequence",
+        metadata={
+            "help": "Whether target and KL statistic are a sum per completion ('sequence') or a mean per token "
+            "('token').",
+            "choices": list(KL_TARGET_UNITS),
+        },
+    )
+    kl_horizon: int = field(
+        default=10000,
+        metadata={"help": "Horizon of the adaptive controller, in completions over all processes."},
+    )
+    kl_coef_min: float = field(default=1e-4, metadata={"help": "Lower bound of every adaptive coefficient."})
+    kl_coef_max: float = field(default=10.0, metadata={"help": "Upper bound of every adaptive coefficient."})
+    kl_controller_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Further keyword arguments of the controller; a JSON object on the command line."},
+    )
+    kl_monitor: bool = field(
+        default=False, metadata={"help": "Measure and log the KL although the penalty is off."}
+    )
+    kl_warn_window: int = field(
+        default=100,
+        metadata={
+            "help": "Number of generation batches over which the drift diagnostics average the KL. 0 switches them off."
+        },
+    )
+
+    def __post_init__(self):
+        self._validate_kl_values()
+        # After the values are known to be sound, and before the parent reads `beta`.
+        self._resolve_kl_defaults()
+        super().__post_init__()
+        self._validate_kl_combinations()
+
+    @property
+    def kl_penalty_enabled(self) -> bool:
+        """Whether the KL is penalised."""
+        return self.kl_penalty_coef > 0.0
+
+    @property
+    def kl_enabled(self) -> bool:
+        """Whether the KL is measured at all."""
+        return self.kl_penalty_enabled or self.kl_monitor
+
+    @property
+    def kl_controller_name(self) -> str:
+        """Name of the controller, with the default resolved."""
+        if self.kl_controller is not None:
+            return self.kl_controller
+        return "adaptive" if self.kl_target is not None and self.kl_penalty_enabled else "fixed"
+
+    def build_kl_controller(self) -> KLController:
+        """Build the controller these fields describe."""
+        return get_kl_controller(
+            self.kl_controller_name,
+            init_coef=float(self.kl_penalty_coef),
+            target=self.kl_target,
+            horizon=self.kl_horizon,
+            min_coef=self.kl_coef_min,
+            max_coef=self.kl_coef_max,
+            **(self.kl_controller_kwargs or {}),
+        )
+
+    def _resolve_kl_defaults(self):
+        for name, default in _placement_defaults(self.kl_placement).items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
+
+    def _validate_kl_values(self):
+        if not _is_number(self.kl_penalty_coef) or self.kl_penalty_coef < 0.0:
+            raise ValueError(
+                f"`kl_penalty_coef` must be a finite number >= 0, got {self.kl_penalty_coef!r}. Set it to 0.0 to switch "
+                "the KL penalty off, or to a positive value such as 0.05."
+            )
+        for name, choices in (
+            ("kl_placement", KL_PLACEMENTS),
+            ("kl_estimator", KL_ESTIMATORS),
+            ("kl_centering", KL_CENTERINGS),
+            ("kl_target_unit", KL_TARGET_UNITS),
+        ):
+            value = getattr(self, name)
+            optional = name in ("kl_estimator", "kl_centering")
+            if value not in choices and not (optional and value is None):
+                valid = ", ".join(repr(choice) for choice in choices)
+                raise ValueError(f"`{name}` must be one of {valid}, got {value!r}.")
+        step = self.kl_penalty_reference_step
+        if step is not None and (not _is_int(step) or step < 0):
+            raise ValueError(
+                f"`kl_penalty_reference_step` must be an integer >= 0, got {step!r}. Set it to 0 for the initial "
+                "policy, to N for `checkpoint-N` in `output_dir`, or leave it unset for the base model."
+            )
+        for name in ("kl_ref_lag", "kl_ref_sync_steps"):
+            value = getattr(self, name)
+            if value is not None and (not _is_int(value) or value < 1):
+                raise ValueError(f"`{name}` must be an integer >= 1, got {value!r}. Leave it unset for a fixed reference.")
+        alpha = self.kl_ref_mixup_alpha
+        if alpha is not None and not (_is_number(alpha) and 0.0 < alpha <= 1.0):
+            raise ValueError(
+                f"`kl_ref_mixup_alpha` must lie in (0, 1], got {alpha!r}. Leave it unset to copy the policy at each "
+                "refresh."
+            )
+        path = self.kl_ref_adapter_path
+        if path is not None and (not isinstance(path, str) or not path):
+            raise ValueError(f"`kl_ref_adapter_path` must be a non-empty path, got {path!r}. Leave it unset for none.")
+        if not _is_number(self.kl_discount) or not 0.0 <= self.kl_discount <= 1.0:
+            raise ValueError(
+                f"`kl_discount` must lie in [0, 1], got {self.kl_discount!r}. Set it to 0.0 so that each token pays for "
+                "its own KL."
+            )
+        if self.kl_target is not None and not (_is_number(self.kl_target) and self.kl_target > 0.0):
+            raise ValueError(
+                f"`kl_target` must be a finite number > 0 (nats), got {self.kl_target!r}. Leave it unset for a fixed "
+                "coefficient."
+            )
+        if not _is_number(self.kl_horizon) or self.kl_horizon <= 0:
+            raise ValueError(
+                f"`kl_horizon` must be > 0 (completions), got {self.kl_horizon!r}. The default is 10000; shorter adapts "
+                "faster."
+            )
+        for name in ("kl_coef_min", "kl_coef_max"):
+            value = getattr(self, name)
+            if not _is_number(value) or value <= 0.0:
+                raise ValueError(
+                    f"`{name}` must be a finite number > 0, got {value!r}: a multiplicative rule cannot leave 0."
+                )
+        if self.kl_coef_min > self.kl_coef_max:
+            raise ValueError(
+                f"`kl_coef_min` ({self.kl_coef_min!r}) must not exceed `kl_coef_max` ({self.kl_coef_max!r}). Swap them "
+                "or widen the interval."
+            )
+        if not _is_int(self.kl_warn_window) or self.kl_warn_window < 0:
+            raise ValueError(
+                f"`kl_warn_window` must be an integer >= 0, got {self.kl_warn_window!r}. Set it to 0 to switch the drift "
+                "diagnostics off."
+            )
+
+    def _validate_kl_combinations(self):
+        self._refuse_inert_fields()
+        chosen = [name for name in REFERENCE_FIELDS if getattr(self, name) is not None]
+        if len(chosen) > 1:
+            given = ", ".join(f"`{name}={getattr(self, name)!r}`" for name in chosen)
+            raise ValueError(f"Only one reference can be chosen, got {given}. Keep one of them and unset the others.")
+        if self.kl_ref_mixup_alpha is not None and self.kl_ref_sync_steps is None:
+            raise ValueError(
+                f"`kl_ref_mixup_alpha={self.kl_ref_mixup_alpha!r}` has no effect without `kl_ref_sync_steps`. Set "
+                "`kl_ref_sync_steps` to the number of steps between two refreshes, or unset `kl_ref_mixup_alpha`."
+            )
+        if self.kl_penalty_enabled and getattr(self, "beta", 0.0) != 0.0:
+            raise ValueError(
+                f"`beta={self.beta!r}` together with `kl_penalty_coef={self.kl_penalty_coef!r}` would penalise the KL "
+                "twice. Set `beta=0.0`; for TRL's own KL term with a controller, use `kl_placement='loss'`."
+            )
+        if self.kl_penalty_enabled and getattr(self, "sync_ref_model", False):
+            raise ValueError(
+                "`sync_ref_model=True` moves TRL's reference, which `kl_penalty_coef > 0` does not use. Set "
+                "`sync_ref_model=False` and `kl_ref_sync_steps` (with `kl_ref_mixup_alpha`) instead."
+            )
+        if self.kl_placement != "advantage":
+            if self.kl_centering != "none":
+                raise ValueError(
+                    f"`kl_centering={self.kl_centering!r}` has no effect with `kl_placement={self.kl_placement!r}`: "
+                    "only per-token advantages are centered. Unset it, or set `kl_placement='advantage'`."
+                )
+            if self.kl_discount != 0.0:
+                raise ValueError(
+                    f"`kl_discount={self.kl_discount!r}` has no effect with `kl_placement={self.kl_placement!r}`. Set "
+                    "it to 0.0, or set `kl_placement='advantage'`."
+                )
+        if self.kl_placement == "loss" and self.kl_estimator != "k3":
+            raise ValueError(
+                f"`kl_estimator={self.kl_estimator!r}` cannot be used with `kl_placement='loss'`, whose term is TRL's "
+                "own and uses 'k3'. Unset `kl_estimator`, or choose another `kl_placement`."
+            )
+        self._validate_kl_controller()
+
+    def _refuse_inert_fields(self):
+        """Refuse every field that was set but that nothing would read."""
+        if self.kl_penalty_enabled:
+            return
+        defaults = {f.name: f.default for f in fields(type(self)) if f.name.startswith("kl_")}
+        defaults |= _placement_defaults(self.kl_placement)  # these were filled in, not set
+        readable = {"kl_monitor", "kl_penalty_coef"}
+        if self.kl_monitor:
+            readable |= MONITOR_FIELDS
+            # The statistic is k3, or `full` where that is asked for; it is no other estimator.
+            if self.kl_estimator == "full":
+                readable.add("kl_estimator")
+        inert = [name for name, default in defaults.items() if name not in readable and getattr(self, name) != default]
+        if not inert:
+            return
+        given = ", ".join(f"`{name}={getattr(self, name)!r}`" for name in inert)
+        if self.kl_controller is not None and get_kl_controller_class_or_raise(self.kl_controller).needs_target:
+            raise ValueError(
+                f"`kl_controller={self.kl_controller!r}` cannot start from `kl_penalty_coef={self.kl_penalty_coef!r}`: "
+                "a multiplicative rule cannot leave 0. Set `kl_penalty_coef` to a positive value such as 0.05."
+            )
+        remedy = "Set `kl_penalty_coef` to a positive value such as 0.05"
+        if not self.kl_monitor and MONITOR_FIELDS.issuperset(inert):
+            remedy += ", or `kl_monitor=True` to only measure the KL"
+        if "kl_target" in inert:
+            remedy += " (an adaptive coefficient cannot leave 0)"
+        raise ValueError(f"{given} has no effect while `kl_penalty_coef=0.0`. {remedy}.")
+
+    def _validate_kl_controller(self):
+        name = self.kl_controller_name
+        controller_class = get_kl_controller_class_or_raise(name)
+        if controller_class.needs_target and self.kl_target is None:
+            raise ValueError(
+                f"`kl_controller={name!r}` needs `kl_target`, got None. Set `kl_target` to the KL to hold (5-6 nats per "
+                "sequence is typical), or `kl_controller='fixed'`."
+            )
+        if isinstance(self.kl_controller_kwargs, str):
+            raise ValueError(
+                f"`kl_controller_kwargs` must be a dict or a JSON object, got {self.kl_controller_kwargs!r}."
+            )
+        defaults = {f.name: f.default for f in fields(type(self))}
+        for field_name, setting in CONTROLLER_FIELDS.items():
+            value = getattr(self, field_name)
+            if value != defaults[field_name] and setting not in controller_class.uses:
+                raise ValueError(
+                    f"`{field_name}={value!r}` has no effect with `kl_controller={name!r}`. Unset it, or choose a "
+                    "controller that uses it."
+                )
+        bounded = {"min_coef", "max_coef"} <= controller_class.uses
+        if self.kl_penalty_enabled and bounded and not self.kl_coef_min <= self.kl_penalty_coef <= self.kl_coef_max:
+            raise ValueError(
+                f"`kl_penalty_coef={self.kl_penalty_coef!r}` lies outside [`kl_coef_min`, `kl_coef_max`] = "
+                f"[{self.kl_coef_min!r}, {self.kl_coef_max!r}]. Start inside the bounds, or widen them."
+            )
+        if self.kl_target is None and self.kl_warn_window not in (0, defaults["kl_warn_window"]):
+            raise ValueError(
+                f"`kl_warn_window={self.kl_warn_window!r}` has no effect without `kl_target`: there is nothing to drift "
+                "from. Set `kl_target`, or unset `kl_warn_window`."
+            )
+        try:
+            self.build_kl_controller()
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"`kl_controller={name!r}` with `kl_controller_kwargs={self.kl_controller_kwargs!r}` cannot be built: "
+                f"{error}"
+            ) from error
+
+
+def get_kl_controller_class_or_raise(name: str) -> type[KLController]:
+    """The controller class of that name, or an error that names the config field and the valid choices."""
+    if name not in list_kl_controllers():
+        valid = ", ".join(repr(known) for known in list_kl_controllers())
+        raise ValueError(
+            f"`kl_controller` must be one of {valid}, got {name!r}. Register your own with `@register_kl_controller` "
+            "before the config is built."
+        )
+    return get_kl_controller_class(name)
+
+
+@dataclass
+class KLXGRPOConfig(KLXConfigMixin, GRPOConfig):
+    """
+    [`~trl.GRPOConfig`] with the KL-control fields of [`KLXConfigMixin`].
+    """
+
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["kl_controller_kwargs"]
+
+    def _validate_kl_combinations(self):
+        super()._validate_kl_combinations()
+        if (
+            self.kl_penalty_enabled
+            and self.kl_placement == "reward"
+            and self.multi_objective_aggregation == "normalize_then_sum"
+        ):
+            raise ValueError(
+                "`kl_placement='reward'` cannot be used with `multi_objective_aggregation='normalize_then_sum'`, which "
+                "would divide the penalty by its own standard deviation, so that `kl_penalty_coef` had no effect. Set "
+                "`multi_objective_aggregation='sum_then_normalize'`, or `kl_placement='advantage'`."
+            )
+
+
+@dataclass
+class KLXRLOOConfig(KLXConfigMixin, RLOOConfig):
+    """
+    [`~trl.RLOOConfig`] with the KL-control fields of [`KLXConfigMixin`]. TRL penalises the KL in RLOO by default; with
+    `kl_penalty_coef > 0` a `beta` that was not given is 0, so that the KL is penalised once.
+    """
+
+    _VALID_DICT_FIELDS = RLOOConfig._VALID_DICT_FIELDS + ["kl_controller_kwargs"]
+
+    beta: float | None = field(
+        default=None,
+        metadata={
+            "help": "TRL's KL coefficient. If unset, TRL's default, and 0.0 with `kl_penalty_coef > 0`, which takes "
+            "its place."
+        },
+    )
+
+    def _resolve_kl_defaults(self):
+        super()._resolve_kl_defaults()
+        if self.beta is None:
+            self.beta = 0.0 if self.kl_penalty_enabled else RLOOConfig.__dataclass_fields__["beta"].default

@@ -1,0 +1,158 @@
+"""
+PPO's own maths: rewards with a per-token KL penalty, generalized advantage estimation, and the value loss.
+
+Masked positions (padding, tool outputs inside a completion) are as if they had been deleted, and may hold anything.
+"""
+
+import torch
+
+from .advantages import discounted_suffix_sum, masked_mean
+from .estimators import check_same_shape, wide_dtype
+
+
+def shape_rewards(
+    scores: torch.Tensor, per_token_kl: torch.Tensor, mask: torch.Tensor, coef: float | torch.Tensor
+) -> torch.Tensor:
+    r"""
+    Per-token rewards of PPO: `-coef * kl_t` on every unmasked token, plus the score on the last one.
+
+    See section 2.2 of [Ziegler et al. (2019)](https://huggingface.co/papers/1909.08593).
+
+    Args:
+        scores (`torch.Tensor`):
+            Score of each sequence, shape `(B,)`. A sequence without unmasked tokens gets nothing.
+        per_token_kl (`torch.Tensor`):
+            KL per token, policy minus reference, shape `(B, T)`.
+        mask (`torch.Tensor`):
+            Shape `(B, T)`, 1 = counts.
+        coef (`float` or `torch.Tensor`):
+            Strength of the penalty, 0-dim if a tensor. With 0 the KL is not read, so it may be non-finite.
+
+    Returns:
+        `torch.Tensor`: fp32, shape `(B, T)`, 0 where masked. Rewards are constants, so gradients stop here.
+    """
+    check_same_shape(2, per_token_kl=per_token_kl, mask=mask)
+    batch, length = mask.shape
+    if scores.shape != (batch,):
+        raise ValueError(
+            f"`scores` must have shape ({batch},), but got {tuple(scores.shape)} for `mask` {tuple(mask.shape)}."
+        )
+    mask = mask.bool()
+    coef = torch.as_tensor(coef, dtype=torch.float32, device=mask.device).detach()
+    rewards = torch.where(mask & (coef != 0), -coef * per_token_kl.detach().float(), 0.0)
+    positions = torch.arange(length, device=mask.device)
+    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True) if length else positions.new_full((batch, 1), -1)
+    return torch.where(positions == last, rewards + scores.detach().float().unsqueeze(1), rewards)
+
+
+@torch.no_grad()
+def compute_gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""
+    Generalized advantage estimation ([Schulman et al., 2015](https://huggingface.co/papers/1506.02438)).
+
+    `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = sum_{s >= t} (gamma * lam)^(s - t) * delta_s`, where `t` counts
+    unmasked tokens only: the next state of a token is the next unmasked one, and the value after the last is 0.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Reward received for token `t`, shape `(B, T)`.
+        values (`torch.Tensor`):
+            Value of the state in which token `t` is chosen, shape `(B, T)`.
+        mask (`torch.Tensor`):
+            Shape `(B, T)`, 1 = counts. It may have holes.
+        gamma (`float`, *optional*, defaults to `1.0`):
+            Discount of rewards, in [0, 1].
+        lam (`float`, *optional*, defaults to `0.95`):
+            Trade-off between bias (0) and variance (1), in [0, 1].
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Advantages, and returns `A_t + V_t`; fp32, shape `(B, T)`, 0 where masked.
+        Gradients stop here.
+    """
+    check_same_shape(2, rewards=rewards, values=values, mask=mask)
+    for name, number in (("gamma", gamma), ("lam", lam)):
+        if not 0.0 <= number <= 1.0:
+            raise ValueError(f"`{name}` must lie in [0, 1], but got {number}.")
+    mask = mask.bool()
+    length = mask.shape[1]
+    values = torch.where(mask, values.float(), 0.0)
+    # Unmasked tokens move to the left in their order; the masked, all zero, share one extra column at the end.
+    slots = mask.cumsum(1).sub_(1).masked_fill_(~mask, length)
+    packed_values = values.new_zeros(mask.shape[0], length + 1).scatter_(1, slots, values)
+    packed = torch.zeros_like(packed_values).scatter_(1, slots, torch.where(mask, rewards.float(), 0.0))
+    deltas = torch.add(packed[:, :-1], packed_values[:, 1:], alpha=gamma).sub_(packed_values[:, :-1])
+    packed_advantages = discounted_suffix_sum(deltas, gamma * lam)
+    advantages = packed_advantages.gather(1, slots.clamp_(max=max(length - 1, 0)))
+    advantages = torch.where(mask, advantages, 0.0)
+    return advantages, advantages + values
+
+
+def clipped_value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, cliprange: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""
+    PPO's value loss: half the masked mean of `max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)`.
+
+    Args:
+        values (`torch.Tensor`):
+            Values under the current weights, shape `(B, T)`. Gradients flow to it, and only to it.
+        old_values (`torch.Tensor`):
+            Values when the batch was sampled, shape `(B, T)`.
+        returns (`torch.Tensor`):
+            Regression target, shape `(B, T)`.
+        mask (`torch.Tensor`):
+            Shape `(B, T)`, 1 = counts.
+        cliprange (`float`):
+            `c`, how far a value may move per batch before moving further brings no gain; must be positive.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: The loss, and the fraction of unmasked tokens on which the clipped term
+        decides; both 0-dim fp32.
+    """
+    check_same_shape(2, values=values, old_values=old_values, returns=returns, mask=mask)
+    if not cliprange > 0.0:
+        raise ValueError(f"`cliprange` must be positive, but got {cliprange}.")
+    mask = mask.bool()
+    # Zeroed before the squares, because a NaN times a zero gradient would be a NaN gradient.
+    values = torch.where(mask, values.float(), 0.0)
+    old_values = torch.where(mask, old_values.detach().float(), 0.0)
+    returns = torch.where(mask, returns.detach().float(), 0.0)
+    loss = (values - returns).square()
+    clipped = torch.minimum(torch.maximum(values, old_values - cliprange), old_values + cliprange)
+    clipped_loss = (clipped - returns).square()
+    clip_fraction = masked_mean((clipped_loss > loss).float(), mask)
+    return 0.5 * masked_mean(torch.maximum(loss, clipped_loss), mask), clip_fraction
+
+
+@torch.no_grad()
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    r"""
+    How much of the returns the value function predicts: `1 - Var(R - V) / Var(R)` over the unmasked tokens.
+
+    Args:
+        values (`torch.Tensor`):
+            Predicted values, shape `(B, T)`.
+        returns (`torch.Tensor`):
+            Observed returns, shape `(B, T)`.
+        mask (`torch.Tensor`):
+            Shape `(B, T)`, 1 = counts.
+
+    Returns:
+        `torch.Tensor`: 0-dim fp32: 1 is perfect, 0 no better than a constant, negative worse; 0 if the returns do not
+        vary. Gradients stop here.
+    """
+    check_same_shape(2, values=values, returns=returns, mask=mask)
+    mask = mask.bool()
+    dtype = wide_dtype(returns.device)
+    count = mask.sum().clamp(min=1)
+
+    def variance(numbers: torch.Tensor) -> torch.Tensor:
+        kept = torch.where(mask, numbers, 0.0)
+        centered = torch.where(mask, kept - kept.sum() / count, 0.0)
+        return centered.square().sum() / count
+
+    total = variance(returns.to(dtype))
+    unexplained = variance(returns.to(dtype) - values.to(dtype))
+    return torch.where(total > 0, 1.0 - unexplained / total, 0.0).float()

@@ -1,0 +1,275 @@
+"""The reference: which frozen policy the KL is measured against, and how to run it."""
+
+import copy
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from trl.models.utils import prepare_deepspeed, prepare_fsdp
+
+from .adapters import (
+    REFERENCE_ADAPTER,
+    WEIGHTS_FILE,
+    adapter_active,
+    adapter_tensors,
+    copy_trained_adapter,
+    hash_tensors,
+    load_reference_adapter,
+    trained_adapter,
+)
+from .configs import KLXConfigMixin
+from .moving import LaggedReference, SyncedReference, Weights
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Run without dropout: a frozen reference gives one answer, and draws no random numbers."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class KLReference:
+    """
+    A frozen policy, seen through one small interface: inside `active()` there is a model whose log-probs are the
+    reference's.
+
+    Attributes:
+        identity (`dict`):
+            Kind, step or path, and hash of the weights: what must not change between a run and its resumption.
+        mover ([`SyncedReference`] or [`LaggedReference`] or `None`):
+            How the weights follow the policy; `None` for a reference that stands still.
+    """
+
+    def __init__(self, identity: dict[str, Any], mover: SyncedReference | LaggedReference | None = None):
+        self.mover = mover
+        self.identity = identity | (mover.identity if mover is not None else {})
+
+    @contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        """The model to run for the reference's log-probs."""
+        raise NotImplementedError
+
+    def weights(self) -> Weights:
+        """The reference's own weights, keyed by the names of the policy's."""
+        raise NotImplementedError
+
+    def policy_weights(self) -> Weights:
+        """The policy's weights that correspond to `weights()`."""
+        raise NotImplementedError
+
+    def follow(self, step: int) -> None:
+        """Let a moving reference follow the policy after optimizer step `step`."""
+        if self.mover is not None:
+            self.mover.step(step, self.policy_weights(), self.weights())
+
+    def state(self) -> Weights:
+        """Weights that a checkpoint must carry: those of a moving reference, since no other file has them."""
+        return {} if self.mover is None else self.mover.state(self.weights())
+
+    def load_state(self, state: Weights) -> None:
+        if self.mover is not None:
+            self.mover.load_state(state, self.weights())
+
+
+class AdapterReference(KLReference):
+    """
+    A reference on the policy's own base weights: another adapter, or none.
+
+    Args:
+        policy ([`~peft.PeftModel`]):
+            Policy.
+        adapter (`str` or `None`):
+            Adapter that is the reference; `None` for the base model.
+        identity (`dict`):
+            What the reference is.
+        mover ([`SyncedReference`] or [`LaggedReference`], *optional*):
+            How the adapter follows the policy's.
+    """
+
+    def __init__(self, policy: nn.Module, adapter: str | None, identity: dict[str, Any], mover=None):
+        super().__init__(identity, mover)
+        self.policy = policy
+        self.adapter = adapter
+
+    @contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        with _evaluating(self.policy), adapter_active(self.policy, self.adapter):
+            yield self.policy
+
+    def weights(self) -> Weights:
+        trained = trained_adapter(self.policy)
+        return {} if self.adapter is None else adapter_tensors(self.policy, self.adapter, as_name=trained)
+
+    def policy_weights(self) -> Weights:
+        return adapter_tensors(self.policy, trained_adapter(self.policy))
+
+
+class ModelReference(KLReference):
+    """
+    A reference with weights of its own, for full fine-tuning.
+
+    Args:
+        policy (`nn.Module`):
+            Policy.
+        model (`nn.Module`):
+            Frozen model.
+        identity (`dict`):
+            What the reference is.
+        accelerator ([`~accelerate.Accelerator`]):
+            Places and shards the model as it does the policy.
+        mover ([`SyncedReference`] or [`LaggedReference`], *optional*):
+            How the model follows the policy.
+    """
+
+    def __init__(
+        self, policy: nn.Module, model: nn.Module, identity: dict[str, Any], accelerator: Accelerator, mover=None
+    ):
+        super().__init__(identity, mover)
+        self.policy = policy
+        self._unwrap = accelerator.unwrap_model
+        if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+            self.model = prepare_deepspeed(model, accelerator)
+        elif getattr(accelerator.state, "fsdp_plugin", None) is not None:
+            self.model = prepare_fsdp(model, accelerator)
+        else:
+            self.model = accelerator.prepare_model(model, evaluation_mode=True)
+
+    @contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        yield self.model
+
+    def weights(self) -> Weights:
+        return dict(self._unwrap(self.model).named_parameters())
+
+    def policy_weights(self) -> Weights:
+        return dict(self._unwrap(self.policy).named_parameters())
+
+
+def resolve_reference(args: KLXConfigMixin, policy: nn.Module, accelerator: Accelerator) -> KLReference:
+    """
+    Build the reference that the config asks for.
+
+    Args:
+        args ([`KLXConfigMixin`]):
+            Config.
+        policy (`nn.Module`):
+            The policy as it is before the first step.
+        accelerator ([`~accelerate.Accelerator`]):
+            Accelerator of the trainer.
+    """
+    if args.kl_ref_lag is not None:
+        kind, mover = "lag", LaggedReference(args.kl_ref_lag)
+    elif args.kl_ref_sync_steps is not None:
+        alpha = 1.0 if args.kl_ref_mixup_alpha is None else args.kl_ref_mixup_alpha
+        kind, mover = "sync", SyncedReference(args.kl_ref_sync_steps, alpha)
+    else:
+        kind, mover = None, None
+    step, path = args.kl_penalty_reference_step, args.kl_ref_adapter_path
+    checkpoint = _checkpoint_folder(args.output_dir, step) if step else None
+
+    if is_peft_model(policy):
+        if mover is not None:
+            copy_trained_adapter(policy)
+            return AdapterReference(policy, REFERENCE_ADAPTER, {"kind": kind}, mover)
+        if path is not None:
+            identity = {"kind": "adapter", "path": path, "hash": load_reference_adapter(policy, path)}
+        elif checkpoint is not None:
+            identity = {"kind": "step", "step": step, "hash": load_reference_adapter(policy, checkpoint)}
+        elif step == 0:
+            identity = {"kind": "step", "step": 0, "hash": copy_trained_adapter(policy)}
+        else:
+            return AdapterReference(policy, None, {"kind": "base", "hash": fingerprint(policy.get_base_model())})
+        return AdapterReference(policy, REFERENCE_ADAPTER, identity)
+
+    if path is not None:
+        raise ValueError(
+            f"`kl_ref_adapter_path={path!r}` needs a PEFT policy, whose base model the adapter shares, got "
+            f"{type(policy).__name__}. Pass a `peft_config` or a `PeftModel`, or choose the reference by "
+            "`kl_penalty_reference_step`."
+        )
+    model = _frozen_copy(policy)
+    if mover is not None:
+        return ModelReference(policy, model, {"kind": kind}, accelerator, mover)
+    if checkpoint is not None:
+        _load_weights(model, checkpoint)
+    # Unset and 0 are the same reference here: the initial weights.
+    identity = {"kind": "step", "step": step or 0, "hash": fingerprint(model)}
+    return ModelReference(policy, model, identity, accelerator)
+
+
+def saved_steps(output_dir: str) -> list[int]:
+    """The steps N for which there is a `checkpoint-N` in `output_dir`."""
+    if not os.path.isdir(output_dir):
+        return []
+    matches = (re.fullmatch(r"checkpoint-(\d+)", entry.name) for entry in os.scandir(output_dir) if entry.is_dir())
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of a sample of every weight: cheap for any size, and different for models that are."""
+    sample = {}
+    for name, weight in model.named_parameters():
+        flat = weight.detach().reshape(-1)
+        stride = max(1, flat.numel() // 256)
+        sample[name] = flat[::stride][:256].float()
+    return hash_tensors(sample)
+
+
+def _checkpoint_folder(output_dir: str, step: int) -> str:
+    folder = os.path.join(output_dir, f"checkpoint-{step}")
+    if not os.path.isdir(folder):
+        steps = saved_steps(output_dir)
+        there = ", ".join(str(saved) for saved in steps) if steps else "none"
+        raise ValueError(
+            f"`kl_penalty_reference_step={step}` was never saved: there is no `checkpoint-{step}` in {output_dir!r}. "
+            f"Saved steps: {there}. Choose one of them, 0 for the initial policy, or leave the field unset."
+        )
+    return folder
+
+
+def _frozen_copy(policy: nn.Module) -> nn.Module:
+    model = copy.deepcopy(policy).requires_grad_(False).eval()
+    head = model.get_output_embeddings()
+    if "forward" in vars(head):
+        # An fp32 LM head computes through a closure over the policy's weights, which a copy would go on reading.
+        del head.forward
+        head.register_forward_pre_hook(lambda module, args: (args[0].float(), *args[1:]))
+    return model
+
+
+def _load_weights(model: nn.Module, folder: str) -> None:
+    files = sorted(name for name in os.listdir(folder) if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name))
+    if not files:
+        hint = " It holds an adapter, but the policy has none." if WEIGHTS_FILE in os.listdir(folder) else ""
+        raise ValueError(f"Cannot use {folder!r} as KL reference: it has no `model.safetensors`.{hint}")
+    slots = model.state_dict()
+    loaded: set[int] = set()
+    for file in files:
+        try:
+            weights = load_file(os.path.join(folder, file), device="cpu")
+            result = model.load_state_dict(weights, strict=False)
+        except Exception as error:
+            raise ValueError(f"Cannot use {folder!r} as KL reference: {file!r} cannot be loaded ({error}).") from error
+        if result.unexpected_keys:
+            raise ValueError(
+                f"Cannot use {folder!r} as KL reference: {result.unexpected_keys[0]!r} has no place in the model."
+            )
+        loaded.update(slots[name].data_ptr() for name in weights)
+    # Tied weights are saved once, under one of their names.
+    missing = [name for name, slot in slots.items() if slot.data_ptr() not in loaded]
+    if missing:
+        raise ValueError(f"Cannot use {folder!r} as KL reference: {missing[0]!r} is missing.")
+    if not all(torch.isfinite(weight).all() for weight in model.parameters()):
+        raise ValueError(f"Cannot use {folder!r} as KL reference: its weights hold NaN or infinite values.")

@@ -1,0 +1,101 @@
+"""What one forward pass says about the completion tokens, and the exact KL between two of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from torch.nn import functional
+
+from .estimators import estimate_full_kl, estimate_kl
+
+
+@dataclass
+class Scored:
+    """
+    Attributes:
+        logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probs of the completion tokens, in fp32.
+        hidden (`torch.Tensor` of shape `(B, T, H)` or `None`):
+            Hidden states that predict the completion tokens, kept only for the `"full"` estimator.
+    """
+
+    logps: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+    def detach(self) -> "Scored":
+        hidden = None if self.hidden is None else self.hidden.detach()
+        return Scored(self.logps.detach().float(), hidden)
+
+
+def _causal_lm(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+@contextmanager
+def captured_hidden(model: nn.Module, logits_to_keep: int) -> Iterator[list[torch.Tensor]]:
+    """Collect the last hidden states at the positions that predict the last `logits_to_keep` tokens."""
+    captured: list[torch.Tensor] = []
+
+    def keep(module, args, output):
+        hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+        captured.append(hidden[:, -logits_to_keep - 1 : -1].detach())
+
+    handle = _causal_lm(model).base_model.register_forward_hook(keep)
+    try:
+        yield captured
+    finally:
+        handle.remove()
+
+
+def lm_head(model: nn.Module, temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The map from hidden states to fp32 logits at the sampling temperature."""
+    model = _causal_lm(model)
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def project(hidden: torch.Tensor) -> torch.Tensor:
+        weight, bias = head.weight, getattr(head, "bias", None)
+        logits = functional.linear(hidden.to(weight.dtype), weight, bias).float()
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits / temperature
+
+    return project
+
+
+def check_lm_head(model: nn.Module, temperature: float, scored: Scored, tokens: torch.Tensor, mask: torch.Tensor):
+    """
+    Compare the log-probs that [`lm_head`] gives for the first completion with those of the trainer. Architectures
+    scale their logits in ways of their own; one that is not known here must not be measured wrongly.
+    """
+    logps = torch.log_softmax(lm_head(model, temperature)(scored.hidden[:1]), dim=-1)
+    logps = logps.gather(-1, tokens[:1].unsqueeze(-1)).squeeze(-1)  # (1, T)
+    error = (logps - scored.logps[:1]).abs()[mask[:1].bool()]
+    if error.numel() and error.median() > 0.05:
+        raise ValueError(
+            f"`kl_estimator='full'` cannot be used with {type(_causal_lm(model)).__name__}: the logits rebuilt from its "
+            f"hidden states are off by {error.median().item():.3g} nats. Use `kl_estimator='k3'`."
+        )
+
+
+def measure_kl(
+    policy: Scored,
+    reference: Scored,
+    estimator: str,
+    policy_head: Callable[[torch.Tensor], torch.Tensor],
+    reference_head: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Per-token KL three ways, each of shape `(B, T)`: the one that is penalised, the one that the statistic is made of
+    (`"full"` where that is penalised, else `"k3"`), and `"k1"`.
+    """
+    k1 = estimate_kl(policy.logps, reference.logps, "k1")
+    if estimator == "full":
+        statistic = estimate_full_kl(policy.hidden, reference.hidden, policy_head, reference_head)
+        return statistic, statistic, k1
+    statistic = estimate_kl(policy.logps, reference.logps, "k3")
+    return estimate_kl(policy.logps, reference.logps, estimator), statistic, k1

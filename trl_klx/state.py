@@ -1,0 +1,87 @@
+"""The KL-control state that a checkpoint carries, as JSON and safetensors files of its own."""
+
+import json
+import os
+import tempfile
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from .moving import Weights
+
+
+STATE_FILE = "kl_state.json"
+REFERENCE_FILE = "kl_reference.safetensors"
+STATE_VERSION = 1
+
+
+def _replace(path: str, write) -> None:
+    """Write beside the file and rename, so that a reader finds the old file, the new one or none, never a torn one."""
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f".{os.path.basename(path)}.")
+    os.close(handle)
+    try:
+        write(temporary)
+        # A rename that survives a power cut while the data does not would leave an empty file.
+        with open(temporary, "rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_kl_state(folder: str, state: dict[str, Any], reference: Weights) -> None:
+    """
+    Write the state into a checkpoint folder.
+
+    Args:
+        folder (`str`):
+            Checkpoint folder; made if needed.
+        state (`dict`):
+            Plain JSON values.
+        reference (`dict[str, torch.Tensor]`):
+            Weights of a moving reference; empty for one that stands still.
+    """
+    os.makedirs(folder, exist_ok=True)
+    if reference:
+        weights = {name: weight.detach().to("cpu").clone().contiguous() for name, weight in reference.items()}
+        _replace(os.path.join(folder, REFERENCE_FILE), lambda path: save_file(weights, path))
+
+    def dump(path: str) -> None:
+        with open(path, "w", encoding="utf-8") as stream:
+            json.dump({"version": STATE_VERSION, **state}, stream, indent=2, allow_nan=False)
+
+    _replace(os.path.join(folder, STATE_FILE), dump)
+
+
+def read_kl_state(folder: str) -> dict[str, Any] | None:
+    """The state in a checkpoint folder; `None` if there is none."""
+    path = os.path.join(folder, STATE_FILE)
+    if not os.path.isfile(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as stream:
+            state = json.load(stream)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"Cannot resume: {path!r} cannot be read ({error}). {_REMEDY}") from error
+    if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+        version = state.get("version") if isinstance(state, dict) else None
+        raise ValueError(f"Cannot resume: {path!r} has version {version!r}, expected {STATE_VERSION}. {_REMEDY}")
+    for key, kind in (("controller", dict), ("reference", dict)):
+        if not isinstance(state.get(key), kind):
+            raise ValueError(f"Cannot resume: {path!r} has no valid {key!r}, got {state.get(key)!r}. {_REMEDY}")
+    return state
+
+
+def read_kl_reference(folder: str) -> Weights:
+    """The weights of a moving reference in a checkpoint folder."""
+    path = os.path.join(folder, REFERENCE_FILE)
+    try:
+        return load_file(path, device="cpu")
+    except Exception as error:
+        raise ValueError(
+            f"Cannot resume: the weights of the moving reference in {path!r} cannot be read ({error}). {_REMEDY}"
+        ) from error
+
+
+_REMEDY = "Resume from another checkpoint, or delete the file to start KL control from the config."

@@ -1,0 +1,361 @@
+"""KL control as a mixin over TRL's trainers: measure, adjust, update, log."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import gather
+from transformers import TrainerCallback
+from trl.models.utils import disable_gradient_checkpointing
+
+from ..advantages import discount_kl, group_means, kl_adjustment, sequence_means
+from ..configs import KLXConfigMixin
+from ..diagnostics import DriftMonitor
+from ..estimators import kl_totals
+from ..references import KLReference, resolve_reference
+from ..scoring import Scored, captured_hidden, check_lm_head, lm_head, measure_kl
+from .checkpointing import KLXCheckpointMixin
+
+
+logger = get_logger(__name__)
+
+# Keys of TRL's batch that a second forward pass over it must be given, where they are there.
+FORWARD_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+@dataclass
+class Rollout:
+    """
+    One generation batch, from its generation to the update of the controller.
+
+    Attributes:
+        coef (`float`):
+            Coefficient applied to the whole batch: the one before this batch's update.
+        pending (`int`):
+            Micro-batches whose KL is still to be measured.
+        totals (`torch.Tensor` of shape `(6,)`, *optional*):
+            Sums over what was measured so far on this process: KL, tokens, completions with tokens, k1, absolute
+            adjustment, completions.
+        policy ([`Scored`], *optional*):
+            The policy's forward over the batch, where TRL made one at generation.
+        reference ([`Scored`], *optional*):
+            The reference's forward over the batch.
+    """
+
+    coef: float
+    pending: int = 0
+    totals: torch.Tensor | None = None
+    policy: Scored | None = None
+    reference: Scored | None = None
+
+
+class _FollowPolicy(TrainerCallback):
+    def __init__(self, reference: KLReference):
+        self.reference = reference
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.reference.follow(state.global_step)
+
+
+class KLXTrainerMixin(KLXCheckpointMixin):
+    """
+    Adds KL control to a TRL trainer whose batches come from `_generate_and_score_completions`.
+
+    The reference is scored once per generation batch. The policy's log-probs are those that TRL computes anyway: at
+    generation where TRL needs them there, else in the loss, before TRL reads the advantages. Only an adjustment that is
+    centered over several micro-batches costs one more forward of the policy.
+
+    Attributes:
+        kl_controller ([`KLController`] or `None`):
+            Maps the measured KL to the next coefficient; `None` while KL control is off.
+        kl_reference ([`KLReference`] or `None`):
+            The frozen policy the KL is measured against; `None` while KL control is off.
+    """
+
+    # Placements for which TRL itself asks for the reference's log-probs while it generates.
+    _klx_host_placements: tuple[str, ...]
+    _config_class: type[KLXConfigMixin]
+    # Class-level, because TRL's generation must also run on trainers that were never initialised.
+    _klx_tap: Callable[[Scored], None] | None = None
+
+    def __init__(self, *args, **kwargs):
+        config = inspect.signature(super().__init__).bind(*args, **kwargs).arguments["args"]
+        if not isinstance(config, self._config_class):
+            raise TypeError(
+                f"`args` of {type(self).__name__} must be a `{self._config_class.__name__}`, which has the KL fields, "
+                f"got `{type(config).__name__}`."
+            )
+        super().__init__(*args, **kwargs)
+        if not self.args.kl_enabled:
+            return
+        policy = self.accelerator.unwrap_model(self.model)
+        self.kl_controller = self.args.build_kl_controller()
+        self.kl_reference = resolve_reference(self.args, policy, self.accelerator)
+        self._klx_rollouts: dict[str, Rollout] = {}
+        self._klx_lm_head_checked = False
+        if self.args.kl_target is not None and self.args.kl_warn_window > 0:
+            self._klx_drift = DriftMonitor(
+                target=self.args.kl_target, window=self.args.kl_warn_window, unit=self.args.kl_target_unit
+            )
+        if self.kl_reference.mover is not None:
+            self.add_callback(_FollowPolicy(self.kl_reference))
+
+    @property
+    def _klx_mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _klx_penalises(self) -> str | None:
+        """The placement of the penalty; `None` while the KL is only measured."""
+        return self.args.kl_placement if self.args.kl_penalty_enabled else None
+
+    # ---- Forward passes ----
+
+    @contextmanager
+    def _klx_tapped(self, tap: Callable[[Scored], None]) -> Iterator[None]:
+        """Let `tap` see the policy's forward passes that TRL makes meanwhile."""
+        self._klx_tap = tap
+        try:
+            yield
+        finally:
+            self._klx_tap = None
+
+    @contextmanager
+    def _klx_host_term(self, coef: float) -> Iterator[None]:
+        """Switch on TRL's own KL term, with our coefficient and our reference."""
+        beta, ref_model = self.beta, self.ref_model
+        self.beta, self.ref_model = coef, self.kl_reference
+        try:
+            yield
+        finally:
+            self.beta, self.ref_model = beta, ref_model
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        if self.kl_reference is not None and model is self.kl_reference:
+            return self._klx_answer_host(args, kwargs), None, None
+        if self._klx_tap is None:
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        # Put down while it runs, so that the tap may make passes of its own.
+        tap, self._klx_tap = self._klx_tap, None
+        try:
+            output, scored = self._klx_forward(model, args, kwargs)
+            tap(scored)
+        finally:
+            self._klx_tap = tap
+        return output
+
+    def _klx_forward(self, model, args: tuple, kwargs: dict) -> tuple[tuple, Scored]:
+        """TRL's log-prob method, with the hidden states where the estimator needs them."""
+        if self.args.kl_estimator != "full":
+            output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            return output, Scored(output[0])
+        input_ids, logits_to_keep = args[0], args[2]
+        with captured_hidden(self.accelerator.unwrap_model(model), logits_to_keep) as hidden:
+            output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        scored = Scored(output[0], torch.cat(hidden))
+        if not self._klx_lm_head_checked:
+            mask = args[1][:, -logits_to_keep:]
+            with torch.no_grad():
+                model = self.accelerator.unwrap_model(model)
+                check_lm_head(model, self.temperature, scored.detach(), input_ids[:, -logits_to_keep:], mask)
+            self._klx_lm_head_checked = True
+        return output, scored
+
+    @torch.no_grad()
+    def _klx_score_policy(self, args: tuple, kwargs: dict) -> Scored:
+        """One more forward of the policy."""
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            return self._klx_forward(self.model, args, kwargs)[1].detach()
+
+    @torch.no_grad()
+    def _klx_score_reference(self, args: tuple, kwargs: dict) -> Scored:
+        with self.kl_reference.active() as model:
+            return self._klx_forward(model, args, kwargs)[1].detach()
+
+    def _klx_forward_arguments(self, batch: dict) -> tuple[tuple, dict]:
+        """Arguments of TRL's log-prob method for a whole generation batch, in chunks of TRL's own size."""
+        input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        train = self._klx_mode == "train"
+        kwargs = {key: batch[key] for key in FORWARD_KEYS if key in batch}
+        kwargs["batch_size"] = (
+            self.args.per_device_train_batch_size if train else self.args.per_device_eval_batch_size
+        )
+        return (input_ids, attention_mask, batch["completion_ids"].size(1)), kwargs
+
+    def _klx_answer_host(self, args: tuple, kwargs: dict) -> torch.Tensor:
+        """The log-probs that TRL's own KL term gets for the reference."""
+        raise NotImplementedError
+
+    # ---- One generation batch ----
+
+    @staticmethod
+    def _klx_mask(batch: dict) -> torch.Tensor:
+        """Completion tokens that the policy itself produced."""
+        mask = batch["completion_mask"]
+        return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+    def _generate_and_score_completions(self, inputs):
+        if self.kl_reference is None:
+            return super()._generate_and_score_completions(inputs)
+        rollout = self._klx_rollouts[self._klx_mode] = Rollout(self.kl_controller.value)
+
+        def remember(scored: Scored) -> None:
+            rollout.policy = scored.detach()
+
+        host_asks = self._klx_penalises in self._klx_host_placements
+        with self._klx_tapped(remember), self._klx_host_term(rollout.coef) if host_asks else nullcontext():
+            batch = super()._generate_and_score_completions(inputs)
+        self._klx_score_batch(batch, rollout)
+        # What the loss needs is in the batch now.
+        rollout.policy = rollout.reference = None
+        return batch
+
+    def _klx_score_batch(self, batch: dict, rollout: Rollout) -> None:
+        """Measure the KL of a generation batch, or leave with it what the loss needs to do so."""
+        arguments = self._klx_forward_arguments(batch)
+        if rollout.reference is None:
+            rollout.reference = self._klx_score_reference(*arguments)
+        policy, reference = rollout.policy, rollout.reference
+        micro_batches = self.args.steps_per_generation if self._klx_mode == "train" else 1
+        centering = self.args.kl_centering if self._klx_penalises == "advantage" else "none"
+        if policy is None and micro_batches > 1 and centering in ("batch", "group"):
+            policy = self._klx_score_policy(*arguments)
+        if centering == "group":
+            batch["klx_group"] = self._klx_group_ids(batch)
+        if policy is not None and centering != "microbatch":
+            self._klx_measure(batch, rollout, policy, reference)
+            self._klx_finish(rollout)
+            return
+        rollout.pending = micro_batches
+        for owner, scored in (("policy", policy), ("reference", reference)):
+            if scored is not None:
+                batch[f"klx_{owner}_logps"] = scored.logps
+                if scored.hidden is not None:
+                    batch[f"klx_{owner}_hidden"] = scored.hidden
+
+    def _klx_measure_in_loss(self, batch: dict, policy: Scored) -> None:
+        """Measure a micro-batch that generation left unmeasured. `policy` is its forward in the loss."""
+        if "klx_reference_logps" not in batch:
+            return
+        if "klx_policy_logps" in batch:
+            policy = Scored(batch["klx_policy_logps"], batch.get("klx_policy_hidden"))
+        reference = Scored(batch["klx_reference_logps"], batch.get("klx_reference_hidden"))
+        rollout = self._klx_rollouts[self._klx_mode]
+        self._klx_measure(batch, rollout, policy.detach(), reference)
+        if rollout.pending > 0:
+            rollout.pending -= 1
+            if rollout.pending == 0:
+                self._klx_finish(rollout)
+
+    @torch.no_grad()
+    def _klx_measure(self, batch: dict, rollout: Rollout, policy: Scored, reference: Scored) -> None:
+        """Add a batch to the rollout's totals and, with the penalty in the advantages, adjust them."""
+        mask = self._klx_mask(batch)
+        per_token_kl, statistic, k1 = self._klx_per_token_kl(policy, reference)
+        adjustment = None
+        if self._klx_penalises == "advantage":
+            per_token_kl = discount_kl(per_token_kl, mask, self.args.kl_discount)
+            mean = self._klx_center(per_token_kl, mask, batch)
+            adjustment = kl_adjustment(per_token_kl, mask, rollout.coef, mean)
+            self._klx_apply(batch, adjustment)
+        self._klx_add_totals(rollout, statistic, k1, mask, adjustment)
+
+    def _klx_per_token_kl(self, policy: Scored, reference: Scored):
+        policy_head = reference_head = None
+        if self.args.kl_estimator == "full":
+            policy_head = lm_head(self.accelerator.unwrap_model(self.model), self.temperature)
+            with self.kl_reference.active() as model:
+                reference_head = lm_head(self.accelerator.unwrap_model(model), self.temperature)
+        return measure_kl(policy, reference, self.args.kl_estimator, policy_head, reference_head)
+
+    def _klx_add_totals(self, rollout: Rollout, statistic, k1, mask, adjustment=None) -> None:
+        if rollout.totals is not None and rollout.pending == 0:
+            return  # a second pass over micro-batches that were measured in the first
+        zero = torch.zeros((), dtype=torch.float64, device=mask.device)
+        totals = torch.stack(
+            [
+                *kl_totals(statistic, mask),
+                kl_totals(k1, mask)[0],
+                zero if adjustment is None else adjustment.abs().sum(dtype=torch.float64),
+                zero + mask.size(0),
+            ]
+        )
+        rollout.totals = totals if rollout.totals is None else rollout.totals + totals
+
+    def _klx_center(self, per_token_kl: torch.Tensor, mask: torch.Tensor, batch: dict) -> torch.Tensor | float:
+        """Mean of the per-token KL over the centering set, in a shape that broadcasts over `(B, T)`."""
+        centering = self.args.kl_centering
+        if centering == "none":
+            return 0.0
+        if centering == "sequence":
+            return sequence_means(per_token_kl, mask)  # (B, 1)
+        if centering == "group":
+            # A group's completions may lie on several processes.
+            local = torch.stack([(per_token_kl * mask).sum(1), mask.sum(1).float(), batch["klx_group"].float()], dim=1)
+            sums, counts, groups = gather(local).unbind(1)
+            means = group_means(sums, counts, groups.long())
+            start = self.accelerator.process_index * mask.size(0)
+            return means[start : start + mask.size(0)].unsqueeze(1)  # (B, 1)
+        totals = torch.stack([(per_token_kl * mask).sum(), mask.sum().float()])
+        if centering == "batch":
+            totals = self.accelerator.reduce(totals, reduction="sum")
+        return totals[0] / totals[1].clamp(min=1.0)
+
+    def _klx_group_ids(self, batch: dict) -> torch.Tensor:
+        size = batch["completion_ids"].size(0)
+        generations = self.num_generations if self._klx_mode == "train" else self.num_generations_eval
+        rows = torch.arange(size, device=batch["completion_ids"].device) + self.accelerator.process_index * size
+        return rows // generations
+
+    def _klx_apply(self, batch: dict, adjustment: torch.Tensor) -> None:
+        """Bring the per-token adjustment of the advantages into the batch."""
+        raise NotImplementedError
+
+    # ---- Statistic, controller, metrics ----
+
+    def _klx_finish(self, rollout: Rollout) -> None:
+        """Close a generation batch: reduce its totals over all processes, log, and update the controller."""
+        mode = self._klx_mode
+        # The one synchronisation with the device per generation batch.
+        totals = self.accelerator.reduce(rollout.totals, reduction="sum").tolist()
+        kl_sum, tokens, sequences, k1_sum, adjustment, completions = totals
+        if tokens == 0:
+            logger.warning("Every completion of the batch is masked: there is no KL to measure.")
+            return
+        per = sequences if self.args.kl_target_unit == "sequence" else tokens
+        kl = kl_sum / per
+        metrics = {
+            "kl": kl,
+            "kl_k1": k1_sum / per,
+            "kl_per_token": kl_sum / tokens,
+            "coef": rollout.coef,
+        }
+        if self.args.kl_target is not None:
+            metrics |= {"target": self.args.kl_target, "error": kl / self.args.kl_target - 1.0}
+        if self._klx_penalises is not None:
+            metrics["saturated"] = float(self.kl_controller.saturated)
+        if self._klx_penalises == "advantage":
+            metrics["adjustment_abs_mean"] = adjustment / tokens
+        for name, value in metrics.items():
+            self._metrics[mode][f"klx/{name}"].append(value)
+        if mode == "train":
+            if self._klx_penalises is not None:
+                self.kl_controller.update(kl, int(completions))
+            warning = None if self._klx_drift is None else self._klx_drift.update(kl)
+            if warning is not None:
+                logger.warning(warning)

@@ -1,0 +1,138 @@
+"""What a checkpoint of a KLX trainer holds beyond TRL's, and how it comes back."""
+
+import os
+import shutil
+import warnings
+
+from peft import PeftModel, set_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..adapters import WEIGHTS_FILE, only_trained_adapter, trained_adapter
+from ..references import saved_steps
+from ..state import read_kl_reference, read_kl_state, write_kl_state
+
+
+class KLXCheckpointMixin:
+    """
+    Saves controller, drift window and reference identity in every checkpoint and restores them on resume; keeps the
+    reference adapter out of what is saved, and the reference checkpoint out of what `save_total_limit` deletes.
+    """
+
+    kl_controller = None
+    kl_reference = None
+    _klx_drift = None
+    # The limit that `_save_checkpoint` has taken over from the host, while it runs.
+    _klx_save_total_limit = None
+
+    def _klx_state(self) -> dict:
+        return {
+            "controller": {
+                "name": self.args.kl_controller_name,
+                "init_coef": self.args.kl_penalty_coef,
+                "state": self.kl_controller.state_dict(),
+            },
+            "drift": None if self._klx_drift is None else self._klx_drift.state_dict(),
+            "reference": self.kl_reference.identity,
+        }
+
+    def _save(self, output_dir=None, state_dict=None):
+        if self.kl_reference is None:
+            return super()._save(output_dir, state_dict)
+        # The arguments that are saved along with the model must say what the user said.
+        hidden, self.args.save_total_limit = (
+            self.args.save_total_limit,
+            self._klx_save_total_limit or self.args.save_total_limit,
+        )
+        try:
+            with only_trained_adapter(self.accelerator.unwrap_model(self.model)):
+                super()._save(output_dir, state_dict)
+        finally:
+            self.args.save_total_limit = hidden
+
+    def _save_checkpoint(self, model, trial):
+        if self.kl_reference is None:
+            return super()._save_checkpoint(model, trial)
+        run_dir = self._get_output_dir(trial=trial)
+        folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        # Before the host's files: a checkpoint that the host holds for complete then has this state too.
+        if self.args.should_save:
+            write_kl_state(folder, self._klx_state(), self.kl_reference.state())
+        protected = self.args.kl_penalty_reference_step
+        if not protected or not self.args.save_total_limit:
+            return super()._save_checkpoint(model, trial)
+        # The host's rotation knows one checkpoint to spare, the best one; ours spares the reference as well.
+        limit = self._klx_save_total_limit = self.args.save_total_limit
+        self.args.save_total_limit = None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit, self._klx_save_total_limit = limit, None
+        if self.args.should_save:
+            self._klx_rotate_checkpoints(run_dir, limit, protected)
+
+    def _klx_rotate_checkpoints(self, run_dir: str, limit: int, protected: int) -> None:
+        """Keep the newest `limit` checkpoints, and besides them the reference and the best one."""
+        spared = {os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{protected}"), self.state.best_model_checkpoint}
+        steps = [step for step in saved_steps(run_dir) if step != protected]
+        for step in steps[:-limit]:
+            folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+            if folder not in spared:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        policy = self.accelerator.unwrap_model(self.model if model is None else model)
+        weights = os.path.join(resume_from_checkpoint, WEIGHTS_FILE)
+        if self.kl_reference is None or not isinstance(policy, PeftModel) or not os.path.isfile(weights):
+            return
+        # A checkpoint with a second adapter in a subfolder makes the host load that one and leave the trained adapter,
+        # which lies at the top, at its initial weights.
+        folders = (entry.path for entry in os.scandir(resume_from_checkpoint) if entry.is_dir())
+        if any(os.path.isfile(os.path.join(folder, WEIGHTS_FILE)) for folder in folders):
+            set_peft_model_state_dict(policy, load_file(weights), adapter_name=trained_adapter(policy))
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.kl_reference is None or checkpoint is None:
+            return
+        state = read_kl_state(checkpoint)
+        if state is None:
+            warnings.warn(
+                f"The checkpoint {checkpoint!r} holds no KL-control state: the coefficient starts from "
+                f"`kl_penalty_coef={self.args.kl_penalty_coef}` and the drift window is empty.",
+                stacklevel=2,
+            )
+            return
+        self._klx_check_reference(state["reference"], checkpoint)
+        if self.kl_reference.mover is not None:
+            self.kl_reference.load_state(read_kl_reference(checkpoint))
+        self._klx_load_controller(state["controller"], checkpoint)
+        if self._klx_drift is not None and state.get("drift") is not None:
+            self._klx_drift.load_state_dict(state["drift"])
+
+    def _klx_check_reference(self, saved: dict, checkpoint: str) -> None:
+        # A reference may have moved to another folder; its kind and its weights must be the same.
+        now = {key: value for key, value in self.kl_reference.identity.items() if key != "path"}
+        then = {key: value for key, value in saved.items() if key != "path"}
+        if now != then:
+            raise ValueError(
+                f"The KL reference is not the one that the checkpoint {checkpoint!r} was trained against: it was "
+                f"{saved}, and now is {self.kl_reference.identity}. Set the reference fields as they were, or start a "
+                "new run from this checkpoint's weights."
+            )
+
+    def _klx_load_controller(self, saved: dict, checkpoint: str) -> None:
+        settings = {"name": self.args.kl_controller_name, "init_coef": self.args.kl_penalty_coef}
+        changed = {key: saved.get(key) for key, value in settings.items() if saved.get(key) != value}
+        if changed:
+            warnings.warn(
+                f"The KL controller was changed since the checkpoint {checkpoint!r} ({changed} then, {settings} now): it "
+                "starts from the config.",
+                stacklevel=2,
+            )
+            return
+        try:
+            self.kl_controller.load_state_dict(saved.get("state"))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"Cannot resume: the controller state in {checkpoint!r} is not valid ({error}).") from error
