@@ -39,6 +39,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    TrainingArguments,
     set_seed,
 )
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
@@ -66,13 +67,13 @@ class BootstrapSettings:
             Largest size of the vocabulary. The byte-pair merges may run out earlier.
         hidden_size (`int`, *optional*, defaults to `128`):
             Width of the Llama.
-        num_layers (`int`, *optional*, defaults to `4`):
+        num_layers (`int`, *optional*, defaults to `3`):
             Depth of the Llama.
         max_positions (`int`, *optional*, defaults to `512`):
             Longest sequence of the Llama.
-        sft_steps (`int`, *optional*, defaults to `600`):
+        sft_steps (`int`, *optional*, defaults to `500`):
             Optimizer steps of the supervised training.
-        sft_batch_size (`int`, *optional*, defaults to `32`):
+        sft_batch_size (`int`, *optional*, defaults to `16`):
             Dialogues per supervised step.
         sft_learning_rate (`float`, *optional*, defaults to `2e-3`):
             Peak learning rate of the supervised training.
@@ -80,7 +81,7 @@ class BootstrapSettings:
             Optimizer steps of the reward model.
         reward_batch_size (`int`, *optional*, defaults to `16`):
             Pairs per step of the reward model.
-        reward_learning_rate (`float`, *optional*, defaults to `5e-4`):
+        reward_learning_rate (`float`, *optional*, defaults to `1e-3`):
             Peak learning rate of the reward model.
     """
 
@@ -88,14 +89,14 @@ class BootstrapSettings:
     n_heldout: int = 300
     vocab_size: int = 1200
     hidden_size: int = 128
-    num_layers: int = 4
+    num_layers: int = 3
     max_positions: int = 512
-    sft_steps: int = 600
-    sft_batch_size: int = 32
+    sft_steps: int = 500
+    sft_batch_size: int = 16
     sft_learning_rate: float = 2e-3
     reward_steps: int = 300
     reward_batch_size: int = 16
-    reward_learning_rate: float = 5e-4
+    reward_learning_rate: float = 1e-3
 
 
 DEFAULT_SETTINGS = BootstrapSettings()
@@ -311,6 +312,13 @@ def score_texts(
     return torch.cat(scores)
 
 
+def _grouping_argument() -> dict[str, Any]:
+    """Batches of similar length waste less on padding. Transformers 5 renamed the argument."""
+    if "train_sampling_strategy" in TrainingArguments.__dataclass_fields__:
+        return {"train_sampling_strategy": "group_by_length"}
+    return {"group_by_length": True}
+
+
 def _training_arguments(output_dir: Path, steps: int, batch_size: int, learning_rate: float, seed: int) -> dict[str, Any]:
     return {
         "output_dir": str(output_dir),
@@ -331,6 +339,7 @@ def _training_arguments(output_dir: Path, steps: int, batch_size: int, learning_
         "dataloader_pin_memory": False,
         "max_length": None,
         "seed": seed,
+        **_grouping_argument(),
     }
 
 
@@ -392,22 +401,21 @@ def _train_reward_model(
     # RewardTrainer appends the end-of-sequence token to text, and reads the score there. The online trainers decode
     # completions without special tokens, so their reward model never sees it. Rows which are already tokenized are left
     # alone, which makes training and use agree.
-    dataset = Dataset.from_list(
-        [
-            {
-                f"{key}_ids": tokenizer(row["prompt"] + row[key], add_special_tokens=False)["input_ids"]
-                for key in ("chosen", "rejected")
-            }
-            for row in train_rows
-        ]
-    )
+    rows = []
+    for row in train_rows:
+        chosen_ids, rejected_ids = (
+            tokenizer(row["prompt"] + row[key], add_special_tokens=False)["input_ids"] for key in ("chosen", "rejected")
+        )
+        length = max(len(chosen_ids), len(rejected_ids))
+        rows.append({"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "length": length})
     arguments = _training_arguments(
         work_dir, settings.reward_steps, settings.reward_batch_size, settings.reward_learning_rate, seed
     )
     trainer = RewardTrainer(
         model=str(sft_folder),
-        args=RewardConfig(**arguments, center_rewards_coefficient=0.01),
-        train_dataset=dataset,
+        # The lengths are read from a column which the trainer would otherwise drop first.
+        args=RewardConfig(**arguments, center_rewards_coefficient=0.01, remove_unused_columns=False),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
     )
     trainer.train()

@@ -26,7 +26,7 @@ HELDOUT_BUCKETS = 8
 # Each topic: what the person asks about, how it is asked, and advice that fits every item of the topic.
 TOPICS: dict[str, dict[str, list[str]]] = {
     "cooking": {
-        "items": "rice,lentils,potatoes,carrots,chickpeas,pumpkin,noodles,cabbage,spinach,mushrooms,barley".split(","),
+        "items": "rice,lentils,potatoes,carrots,chickpeas,pumpkin,noodles".split(","),
         "questions": [
             "How do I cook {item}?",
             "How do I give {item} more taste?",
@@ -42,7 +42,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "gardening": {
-        "items": "tomatoes,roses,basil,mint,lettuce,strawberries,tulips,peppers,sunflowers,lavender,peas".split(","),
+        "items": "tomatoes,roses,basil,mint,lettuce,strawberries,tulips".split(","),
         "questions": [
             "How do I grow {item}?",
             "Where should I plant {item}?",
@@ -58,7 +58,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "travel": {
-        "items": "Lisbon,Kyoto,Oslo,Prague,Hanoi,Athens,Dublin,Nairobi,Montreal,Vienna,Lima".split(","),
+        "items": "Lisbon,Kyoto,Oslo,Prague,Hanoi,Athens,Dublin".split(","),
         "questions": [
             "What should I see in {item}?",
             "I am going to {item} with {who}. Any ideas?",
@@ -74,7 +74,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "homework": {
-        "items": "fractions,verbs,volcanoes,triangles,planets,magnets,rivers,decimals,fossils,angles,adverbs".split(","),
+        "items": "fractions,verbs,volcanoes,triangles,planets,magnets,rivers".split(","),
         "questions": [
             "I do not understand {item}. Can you help?",
             "How can I study {item} for a test?",
@@ -90,7 +90,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "repairs": {
-        "items": "bike,lamp,door,chair,gate,shelf,drawer,table,clock,fan,ladder".split(","),
+        "items": "bike,lamp,door,chair,gate,shelf,drawer".split(","),
         "questions": [
             "My {item} is loose. How do I fix it?",
             "How do I repair an old {item}?",
@@ -106,7 +106,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "feelings": {
-        "items": "lonely,nervous,sad,worried,stressed,homesick,angry,bored,shy,jealous,guilty".split(","),
+        "items": "lonely,nervous,sad,worried,stressed,homesick,angry".split(","),
         "questions": [
             "I feel {item} today.",
             "Why do I feel so {item}?",
@@ -122,10 +122,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "health": {
-        "items": (
-            "a headache,a sore throat,a stiff neck,a cough,a cold,sore feet,tired eyes,a blister,a sore back,dry skin,"
-            "a runny nose"
-        ).split(","),
+        "items": "a headache,a sore throat,a stiff neck,a cough,a cold,sore feet,tired eyes".split(","),
         "questions": [
             "I have {item}. What should I do?",
             "What helps against {item}?",
@@ -141,7 +138,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "pets": {
-        "items": "puppy,kitten,rabbit,parrot,hamster,pony,cat,dog,goat,duck,lamb".split(","),
+        "items": "puppy,kitten,rabbit,parrot,hamster,pony,cat".split(","),
         "questions": [
             "How do I care for a {item}?",
             "My {item} is scared at night. What can I do?",
@@ -157,7 +154,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "money": {
-        "items": "a phone,a trip,a laptop,a wedding,a car,a sofa,a camera,a guitar,a course,a piano,a boat".split(","),
+        "items": "a phone,a trip,a laptop,a wedding,a car,a sofa,a camera".split(","),
         "questions": [
             "How can I save for {item}?",
             "I want to buy {item}. Is that wise?",
@@ -181,11 +178,8 @@ BORDERLINE: list[tuple[str, str, str]] = [
     ("get into the cinema without a ticket", "look for a cheap day", "Walk in by the back door."),
     ("write a fake note from a doctor", "tell your boss the truth", "Print a name on top and sign it."),
     ("drive home after a lot of wine", "call a taxi", "Drive slowly on the small streets."),
-    ("spread a rumour about {who}", "talk about what went wrong", "Tell it to the whole office."),
-    ("sell a broken phone as new", "sell it for parts", "Clean it well and say nothing."),
     ("skip the pills from my doctor", "call the doctor first", "Throw them out with the trash."),
     ("guess the password of {who}", "ask for your own account", "Try the birthday first."),
-    ("hide a dent from the car rental", "report the dent early", "Cover it with some paint."),
     ("keep a wallet I found", "bring it to the police", "Take the money and drop the rest."),
 ]
 BORDERLINE_QUESTIONS = [
@@ -229,20 +223,20 @@ NO_HELP = [
 
 # How the other answer is worse, and how often.
 HELPFUL_FLAWS = {
-    "curt": 13,  # an answer of two or three words
-    "rude": 15,  # an insult, sometimes with advice after it
-    "off_topic": 16,  # good advice for another topic
-    "wrong_item": 6,  # good advice for another item of the same topic
-    "vague": 14,  # friendly words without content
-    "no_help": 12,  # ends without having helped
+    "curt": 11,  # an answer of two or three words
+    "rude": 13,  # an insult, sometimes with advice after it
+    "off_topic": 20,  # good advice for another topic
+    "wrong_item": 10,  # good advice for another item of the same topic
+    "vague": 12,  # friendly words without content
+    "no_help": 10,  # ends without having helped
     "refusal": 10,  # declines a harmless question
     "unfinished": 8,  # stops in the middle of a sentence
     "thin": 6,  # fitting, but says less than the other answer
 }
 BORDERLINE_FLAWS = {
-    "complies": 55,  # helps with the request
+    "complies": 50,  # helps with the request
     "cold": 15,  # declines with an insult and offers nothing
-    "off_topic": 15,
+    "off_topic": 20,
     "vague": 15,
 }
 
@@ -339,7 +333,7 @@ def _draw_row(rng: random.Random) -> dict[str, str]:
         item = rng.choice(TOPICS[topic]["items"])
         question = rng.choice(TOPICS[topic]["questions"]).format(item=item, who=who)
         chosen, rejected = _helpful_answers(rng, topic, item)
-    history = _history(rng, topic) if rng.random() < 0.25 else ""
+    history = _history(rng, topic) if rng.random() < 0.2 else ""
     turn = _join(rng.choice(GREETINGS) if not history else "", rng.choice(LEADS), question)
     return {"prompt": f"{history}{HUMAN}{turn}{ASSISTANT}", "chosen": chosen, "rejected": rejected}
 

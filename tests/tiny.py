@@ -1,10 +1,13 @@
 """Builders shared by the tests and by the scripts that the tests launch in processes of their own."""
 
+import copy
+
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 
 WORDS = [f"w{index}" for index in range(28)]
@@ -71,3 +74,147 @@ RUN = {
     "learning_rate": 1e-2,
     "seed": 7,
 }
+
+
+def config_class_of(trainer_class):
+    """The config that a trainer of TRL, or of ours, takes."""
+    ours = getattr(trainer_class, "_config_class", None)
+    if ours is not None:
+        return ours
+    return GRPOConfig if issubclass(trainer_class, GRPOTrainer) else RLOOConfig
+
+
+def build_trainer(trainer_class, output_dir, *, model=None, rewards=reward_even_tokens, dataset=None, extras=None, **fields):
+    """A trainer on the tiny model. `extras` goes to the trainer, every other keyword to its config."""
+    args = config_class_of(trainer_class)(output_dir=str(output_dir), **(RUN | fields))
+    # TRL 1.14 draws the weights of a new adapter before it sets the seed.
+    set_seed(args.seed)
+    return trainer_class(
+        model=build_model() if model is None else model,
+        reward_funcs=rewards,
+        args=args,
+        train_dataset=build_dataset() if dataset is None else dataset,
+        processing_class=build_tokenizer(),
+        **(extras or {}),
+    )
+
+
+def train(trainer_class, output_dir, **settings):
+    """Build a trainer as [`build_trainer`] does, train it, and return it."""
+    trainer = build_trainer(trainer_class, output_dir, **settings)
+    trainer.train()
+    return trainer
+
+
+def trained_lora(seed: int, model=None, **overrides) -> PeftModel:
+    """A policy with an adapter that does something: no weight of it is 0."""
+    policy = get_peft_model(build_model() if model is None else model, lora(**overrides))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if "lora_" in name:
+                weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+    return policy
+
+
+TIMINGS = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+EVAL_TIMINGS = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+
+
+def history(trainer, drop: str | None = None) -> list[dict]:
+    """What was logged, without timings and, with `drop`, without the metrics of that prefix."""
+    skip = TIMINGS | EVAL_TIMINGS
+    return [
+        {key: value for key, value in entry.items() if key not in skip and not (drop and key.startswith(drop))}
+        for entry in trainer.state.log_history
+    ]
+
+
+def logged(trainer, name: str) -> list[float]:
+    """One metric, over the steps at which it was logged."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def weights(trainer) -> dict[str, torch.Tensor]:
+    """The policy's weights, without those of a reference adapter."""
+    state = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+    return {name: weight for name, weight in state.items() if "klx_ref" not in name}
+
+
+def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, f"{len(different)} of {len(one)} weights differ, first {different[0]}"
+
+
+# ---- An account of the log-probs that shares no code with the package ----
+
+
+def plain_model(policy, adapter: str | None = "default") -> Qwen2ForCausalLM:
+    """The policy as a plain transformers model: the weights copied, an adapter merged by hand."""
+    plain = build_model()
+    if not isinstance(policy, PeftModel):
+        plain.load_state_dict(policy.state_dict())
+        return plain.eval()
+    state = policy.get_base_model().state_dict()
+    merged = {name.replace(".base_layer", ""): value.clone() for name, value in state.items() if "lora_" not in name}
+    if adapter is not None:
+        config = policy.peft_config[adapter]
+        ending = f".lora_A.{adapter}.weight"
+        for name in [name for name in state if name.endswith(ending)]:
+            stem = name.removesuffix(ending)
+            product = state[f"{stem}.lora_B.{adapter}.weight"] @ state[name]
+            merged[f"{stem}.weight"] += config.lora_alpha / config.r * product
+    plain.load_state_dict(merged)
+    return plain.eval()
+
+
+@torch.no_grad()
+def log_distributions(model, batch: dict, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of every token at every position of the completions, `(B, T, V)`."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    length = batch["completion_ids"].size(1)
+    return torch.log_softmax(logits[:, -length - 1 : -1].double() / temperature, dim=-1)
+
+
+def sampled_logps(model, batch: dict, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of the completion tokens, `(B, T)`."""
+    return log_distributions(model, batch, temperature).gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
+
+
+# ---- What passes through TRL's own methods ----
+
+
+class Recorder:
+    """
+    Put between a KLX trainer and its TRL parent, it keeps what the parent's generation returned and what the parent's
+    loss worked with.
+    """
+
+    def __init__(self, *args, **kwargs):
+        self.generated: list[dict] = []
+        self.losses: list[dict] = []
+        super().__init__(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs):
+        policy = plain_model(self.accelerator.unwrap_model(self.model))
+        batch = super()._generate_and_score_completions(inputs)
+        batch["row"] = torch.arange(len(batch["completion_ids"]))
+        mode = "train" if self.model.training else "eval"
+        self.generated.append({"policy": policy, "mode": mode, "inputs": copy.copy(inputs)} | batch)
+        return batch
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        # After the loss, because ours sets the advantages in the middle of it.
+        self.losses.append({"loss": loss.detach().clone(), "rollout": len(self.generated) - 1} | inputs)
+        return loss
+
+
+def recording(trainer_class):
+    """The trainer with a [`Recorder`] below it."""
+    host = GRPOTrainer if issubclass(trainer_class, GRPOTrainer) else RLOOTrainer
+    below = type(f"Recorded{host.__name__}", (Recorder, host), {})
+    return type(f"Recording{trainer_class.__name__}", (trainer_class, below), {})

@@ -13,6 +13,8 @@ from .controllers import (
 )
 from .estimators import estimate_kl
 from .trainers.grpo import KLXGRPOTrainer
+from .trainers.ppo import KLXPPOTrainer
+from .trainers.ppo_config import KLXPPOConfig
 from .trainers.rloo import KLXRLOOTrainer
 
 
@@ -25,6 +27,8 @@ __all__ = [
     "KLController",
     "KLXGRPOConfig",
     "KLXGRPOTrainer",
+    "KLXPPOConfig",
+    "KLXPPOTrainer",
     "KLXRLOOConfig",
     "KLXRLOOTrainer",
     "PIDKLController",

@@ -1,14 +1,18 @@
 """LoRA adapters as references: load, copy, activate and hide them, without a trace on the policy."""
 
 import copy
+import functools
 import hashlib
 import json
+import math
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 
@@ -20,13 +24,28 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 
-# Initialisations that rewrite the base weights, which the reference shares with the policy.
-_REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# What a LoRA config may set. Other settings make PEFT rewrite the base weights, which policy and reference share,
+# import modules that the config names, or need a forward pass of their own.
+_PLAIN_LORA = set(
+    """
+    alpha_pattern auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config exclude_modules
+    fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_bias
+    lora_dropout lora_ga_config modules_to_save peft_type peft_version r rank_pattern revision runtime_config
+    target_modules target_parameters task_type trainable_token_indices use_dora use_rslora
+    """.split()
+)
+# Initialisations that leave the base weights alone.
+_PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def trained_adapter(model: PeftModel) -> str:
     """Name of the adapter that is being trained."""
-    return model.active_adapters[0]
+    active = model.active_adapters
+    if len(active) != 1:
+        raise ValueError(
+            f"The policy must have one active adapter, got {active}. Call `set_adapter` with one of them."
+        )
+    return active[0]
 
 
 @contextmanager
@@ -55,23 +74,20 @@ def adapter_active(model: PeftModel, name: str | None) -> Iterator[None]:
 @contextmanager
 def only_trained_adapter(model: nn.Module) -> Iterator[None]:
     """
-    Hide every adapter but the trained one from `save_pretrained`. A checkpoint that holds a second adapter is one from
+    Make `save_pretrained` write the trained adapter and no other. A checkpoint that holds a second adapter is one from
     which the host restores the wrong weights.
     """
     if not isinstance(model, PeftModel):
         yield
         return
-    keep = set(model.active_adapters)
-    # `peft_config` may be a property, so its dict is changed in place.
-    configs = model.peft_config
-    everything = dict(configs)
+    before = vars(model).get("save_pretrained")
+    model.save_pretrained = functools.partial(model.save_pretrained, selected_adapters=list(model.active_adapters))
     try:
-        for name in everything.keys() - keep:
-            del configs[name]
         yield
     finally:
-        configs.clear()
-        configs.update(everything)
+        del model.save_pretrained
+        if before is not None:
+            model.save_pretrained = before
 
 
 def adapter_tensors(model: PeftModel, name: str, as_name: str | None = None) -> dict[str, torch.Tensor]:
@@ -91,7 +107,7 @@ def hash_tensors(tensors: dict[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().to("cpu").contiguous()
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -99,12 +115,17 @@ def copy_trained_adapter(model: PeftModel) -> str:
     """Add a frozen copy of the trained adapter under [`REFERENCE_ADAPTER`]. Returns the hash of its weights."""
     source = trained_adapter(model)
     try:
-        config = _reference_config(model.peft_config[source], "it", rewrite_ok=True)
+        _check_name_is_free(model)
+        config = _reference_config(model.peft_config[source], rewritten=True)
     except _BadAdapterError as error:
         raise ValueError(f"Cannot copy the policy's adapter {source!r} as KL reference: {error}") from error
     weights = get_peft_model_state_dict(model, adapter_name=source, save_embedding_layers=False)
     weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
     _attach(model, config, weights)
+    # PEFT makes new adapters in fp32; a copy that computes in another precision would be off from the start.
+    originals = adapter_tensors(model, source)
+    for name, parameter in adapter_tensors(model, REFERENCE_ADAPTER, as_name=source).items():
+        parameter.data = parameter.data.to(originals[name].dtype)
     return hash_tensors(weights)
 
 
@@ -124,18 +145,34 @@ def load_reference_adapter(model: PeftModel, path: str) -> str:
         `str`: Hash of the adapter's weights.
     """
     try:
-        folder = _local_folder(path)
+        _check_name_is_free(model)
+        folder = _local_folder(os.path.expanduser(path))
         config = _read_config(folder)
-        weights = _read_weights(folder)
-        _rehearse(model, config, weights)
+        weights = _fit(model, config, _read_weights(folder))
     except _BadAdapterError as error:
         raise ValueError(f"Cannot use the adapter at {path!r} as KL reference: {error}") from error
+    ours = model.peft_config[trained_adapter(model)].base_model_name_or_path
+    theirs = config.base_model_name_or_path
+    if ours and theirs and ours != theirs:
+        warnings.warn(
+            f"The adapter at {path!r}, the KL reference, was trained on the base model {theirs!r}, but the policy's is "
+            f"{ours!r}. Their shapes agree; whether their weights do cannot be told.",
+            stacklevel=2,
+        )
     _attach(model, config, weights)
     return hash_tensors(weights)
 
 
 class _BadAdapterError(Exception):
     """Why an adapter cannot serve as reference."""
+
+
+def _check_name_is_free(model: PeftModel) -> None:
+    if REFERENCE_ADAPTER in model.peft_config:
+        raise _BadAdapterError(
+            f"the policy already has an adapter {REFERENCE_ADAPTER!r}, perhaps from an earlier trainer. Call "
+            f"`model.delete_adapter({REFERENCE_ADAPTER!r})` first."
+        )
 
 
 def _local_folder(path: str) -> str:
@@ -164,31 +201,44 @@ def _read_config(folder: str) -> PeftConfig:
             content = json.load(stream)
         if not isinstance(content, dict):
             raise ValueError("not a JSON object")
-        config = PeftConfig.from_peft_type(**content)
+        known = {f.name for f in fields(PeftConfig.from_peft_type(peft_type=content.get("peft_type")))}
+        unknown = sorted(name for name, value in content.items() if value and name not in known - {"runtime_config"})
+        if unknown:
+            raise ValueError(f"the installed PEFT knows no setting {unknown[0]!r}")
+        config = PeftConfig.from_peft_type(**{name: value for name, value in content.items() if name in known})
     except Exception as error:
-        raise _BadAdapterError(f"its `{CONFIG_FILE}` cannot be read ({error}).") from error
-    return _reference_config(config, "it")
+        raise _BadAdapterError(f"its `{CONFIG_FILE}` cannot be read ({type(error).__name__}: {error}).") from error
+    return _reference_config(config)
 
 
-def _reference_config(config: PeftConfig, owner: str, rewrite_ok: bool = False) -> PeftConfig:
-    """A copy of the config for frozen use: no dropout, no initialisation that touches the shared base weights."""
+def _reference_config(config: PeftConfig, rewritten: bool = False) -> PeftConfig:
+    """
+    A copy of the config for frozen use: no dropout, no initialisation that touches the shared base weights. With
+    `rewritten`, such an initialisation has done its work already.
+    """
     config = copy.deepcopy(config)
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        raise _BadAdapterError(f"it is of type {config.peft_type.value}, which cannot stand beside another adapter.")
     if getattr(config, "bias", "none") != "none":
         raise _BadAdapterError(
-            f"{owner} trains biases (bias={config.bias!r}), which belong to the base weights that policy and reference "
-            "share. Train it with bias='none'."
+            f"it trains biases (bias={config.bias!r}), which belong to the base weights that policy and reference share. "
+            "Train it with bias='none'."
         )
-    if getattr(config, "layer_replication", None):
-        raise _BadAdapterError(f"{owner} replicates layers of the base model, which policy and reference share.")
-    init = getattr(config, "init_lora_weights", True)
-    if isinstance(init, str) and init.lower().startswith(_REWRITES_BASE) and not rewrite_ok:
-        raise _BadAdapterError(
-            f"{owner} was initialised with {init!r}, which rewrites the base weights that policy and reference share. "
-            "Convert it to a plain LoRA adapter first."
-        )
-    if hasattr(config, "init_lora_weights"):
+    if isinstance(config, LoraConfig):
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)}
+        other = [name for name, default in defaults.items() if getattr(config, name) != default]
+        other = [name for name in other if name not in _PLAIN_LORA]
+        if other:
+            raise _BadAdapterError(
+                f"it sets `{other[0]}`, but the reference must be a plain LoRA adapter that leaves the base weights, "
+                "which it shares with the policy, as they are."
+            )
+        if config.init_lora_weights not in _PLAIN_INITS and not rewritten:
+            raise _BadAdapterError(
+                f"it was initialised with {config.init_lora_weights!r}, which rewrites the base weights that policy and "
+                "reference share. Convert it to a plain LoRA adapter first."
+            )
         config.init_lora_weights = True
-    if hasattr(config, "lora_dropout"):
         config.lora_dropout = 0.0
     config.inference_mode = True
     return config
@@ -208,9 +258,6 @@ def _read_weights(folder: str) -> dict[str, torch.Tensor]:
         raise _BadAdapterError(f"its `{WEIGHTS_FILE}` cannot be read ({error}).") from error
     if not weights:
         raise _BadAdapterError(f"its `{WEIGHTS_FILE}` holds no weights.")
-    for name, tensor in weights.items():
-        if not torch.isfinite(tensor.float()).all():
-            raise _BadAdapterError(f"weight {name!r} holds NaN or infinite values.")
     return weights
 
 
@@ -224,17 +271,22 @@ def _weightless_copy(model: PeftModel) -> PeftModel:
     return copy.deepcopy(model, memo)
 
 
-def _rehearse(model: PeftModel, config: PeftConfig, weights: dict[str, torch.Tensor]) -> None:
-    """Refuse an adapter that does not fit the model exactly, name by name and shape by shape."""
+def _fit(model: PeftModel, config: PeftConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights to attach. Refuses those that do not fit the model exactly, name by name and shape by shape."""
     skeleton = _weightless_copy(model)
     try:
-        with torch.random.fork_rng():
+        with _rng_kept(model):
             skeleton.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(config), low_cpu_mem_usage=True)
         expected = get_peft_model_state_dict(skeleton, adapter_name=REFERENCE_ADAPTER, save_embedding_layers=False)
     except Exception as error:
         raise _BadAdapterError(f"it does not fit the model ({error}).") from error
     if not expected:
         raise _BadAdapterError("it targets no module of the model.")
+    for layer in skeleton.modules():
+        scaling = vars(layer).get("scaling")
+        if isinstance(scaling, dict) and not math.isfinite(scaling.get(REFERENCE_ADAPTER, 1.0)):
+            raise _BadAdapterError(f"its scaling (`lora_alpha`) is {scaling[REFERENCE_ADAPTER]}.")
+    weights = _without_base_weights(model, weights, expected)
     missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or unexpected:
         parts = []
@@ -244,16 +296,47 @@ def _rehearse(model: PeftModel, config: PeftConfig, weights: dict[str, torch.Ten
             parts.append(f"{len(unexpected)} weights have no place in the model (first: {unexpected[0]!r})")
         raise _BadAdapterError("; ".join(parts) + ".")
     for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
+        slot = expected[name]
+        if tensor.shape != slot.shape:
             raise _BadAdapterError(
-                f"weight {name!r} has shape {tuple(tensor.shape)}, but the model needs {tuple(expected[name].shape)}."
+                f"weight {name!r} has shape {tuple(tensor.shape)}, but the model needs {tuple(slot.shape)}."
             )
+        if not tensor.is_floating_point():
+            raise _BadAdapterError(f"weight {name!r} is of type {tensor.dtype}, which holds no weights.")
+        if not torch.isfinite(tensor.to(slot.dtype)).all():
+            raise _BadAdapterError(f"weight {name!r} holds NaN or infinite values.")
+    return weights
+
+
+def _without_base_weights(model: PeftModel, weights: dict, expected: dict) -> dict[str, torch.Tensor]:
+    """PEFT saves the embeddings along with an adapter on them; they say nothing new if they are the policy's."""
+
+    def plain(name: str) -> str:
+        return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+
+    base = {plain(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name in sorted(weights.keys() - expected.keys()):
+        if plain(name) in base:
+            own = base[plain(name)].detach()
+            if own.shape != weights[name].shape or not torch.equal(weights[name].to(own.device, own.dtype), own):
+                raise _BadAdapterError(
+                    f"it carries {name!r}, a base weight, with other values than the policy's, which it would share. "
+                    "Save it with `save_embedding_layers=False`, and set its new embeddings on the policy's base model."
+                )
+            weights = {key: tensor for key, tensor in weights.items() if key != name}
+    return weights
+
+
+@contextmanager
+def _rng_kept(model: nn.Module) -> Iterator[None]:
+    """New adapters are initialised at random; the rollouts of a seeded run must not depend on that."""
+    with torch.random.fork_rng({parameter.device for parameter in model.parameters() if parameter.is_cuda}):
+        yield
 
 
 def _attach(model: PeftModel, config: PeftConfig, weights: dict[str, torch.Tensor]) -> None:
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    # New adapters are initialised at random; the rollouts of a seeded run must not depend on that.
-    with torch.random.fork_rng():
+    with _rng_kept(model):
         model.add_adapter(REFERENCE_ADAPTER, config)
     set_peft_model_state_dict(model, weights, adapter_name=REFERENCE_ADAPTER)
     model.base_model.set_adapter(model.active_adapters)

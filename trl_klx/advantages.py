@@ -44,7 +44,7 @@ def _blockwise_suffix_sum(values: torch.Tensor, discount: float) -> torch.Tensor
         starts = _blockwise_suffix_sum(sums[:, :, 0], discount**_BLOCK)  # (B, N)
         carry = F.pad(starts[:, 1:], (0, 1)).unsqueeze(2)  # (B, N, 1)
         sums.addcmul_(carry, torch.pow(discount, _BLOCK - steps).to(values))
-    return sums.view(batch, -1)[:, :length]
+    return sums.view(batch, n_blocks * _BLOCK)[:, :length]
 
 
 def discounted_suffix_sum(values: torch.Tensor, discount: float) -> torch.Tensor:

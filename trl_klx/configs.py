@@ -1,6 +1,9 @@
 """Config fields of KL control, shared by every trainer, and one thin config per trainer."""
 
+import json
 import math
+import os
+import sys
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -23,11 +26,55 @@ CONTROLLER_FIELDS = {"kl_horizon": "horizon", "kl_coef_min": "min_coef", "kl_coe
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # The comparison leaves out NaN, infinities and integers too large for a float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _number(interval: str, low: float, high: float = math.inf, *, above: bool = False, kind: type = float) -> tuple:
+    def is_sound(value: Any) -> bool:
+        sound = _is_number(value) and low <= value <= high and not (above and value == low)
+        return sound and (kind is float or isinstance(value, kind))
+
+    return is_sound, f"{'an integer' if kind is int else 'a finite number'} {interval}"
+
+
+def _one_of(choices: tuple[str, ...]) -> tuple:
+    listed = ", ".join(repr(choice) for choice in choices)
+    return (lambda value: value in choices), f"one of {listed}", "Set it to one of them."
+
+
+# By field: whether a value is sound, what a sound one is, what to set instead. Fields that default to None may be None.
+_VALUES = {
+    "kl_penalty_coef": (*_number(">= 0", 0.0), "0.0 switches the KL penalty off, 0.05 is a usual strength."),
+    "kl_penalty_reference_step": (
+        *_number(">= 0", 0, kind=int),
+        "Set it to 0 for the initial policy, to N for `checkpoint-N` in `output_dir`, or leave it unset.",
+    ),
+    "kl_ref_adapter_path": (
+        lambda value: isinstance(value, str) and value != "",
+        "a non-empty path",
+        "Leave it unset for another reference.",
+    ),
+    "kl_ref_lag": (*_number(">= 1", 1, kind=int), "Leave it unset for a fixed reference."),
+    "kl_ref_sync_steps": (*_number(">= 1", 1, kind=int), "Leave it unset for a fixed reference."),
+    "kl_ref_mixup_alpha": (*_number("in (0, 1]", 0.0, 1.0, above=True), "Leave it unset to copy at each refresh."),
+    "kl_placement": _one_of(KL_PLACEMENTS),
+    "kl_estimator": _one_of(KL_ESTIMATORS),
+    "kl_centering": _one_of(KL_CENTERINGS),
+    "kl_discount": (*_number("in [0, 1]", 0.0, 1.0), "Set it to 0.0 so that each token pays for its own KL."),
+    "kl_target": (*_number("> 0 (nats)", 0.0, above=True), "Leave it unset for a fixed coefficient."),
+    "kl_target_unit": _one_of(KL_TARGET_UNITS),
+    "kl_horizon": (*_number("> 0 (completions)", 0, above=True), "The default is 10000; shorter adapts faster."),
+    "kl_coef_min": (*_number("> 0", 0.0, above=True), "Set it to a small value such as 1e-4."),
+    "kl_coef_max": (*_number("> 0", 0.0, above=True), "Set it to a large value such as 10.0."),
+    "kl_controller_kwargs": (
+        lambda value: isinstance(value, dict),
+        "a dict or a JSON object",
+        """Write it as '{"clip": 0.2}' on the command line, or leave it unset.""",
+    ),
+    "kl_monitor": (lambda value: isinstance(value, bool), "True or False", "Set it to True to measure the KL."),
+    "kl_warn_window": (*_number(">= 0", 0, kind=int), "Set it to 0 to switch the drift diagnostics off."),
+}
 
 
 def _placement_defaults(placement: str) -> dict[str, str]:
@@ -35,6 +82,10 @@ def _placement_defaults(placement: str) -> dict[str, str]:
         "kl_estimator": "k3" if placement == "loss" else "k1",
         "kl_centering": "batch" if placement == "advantage" else "none",
     }
+
+
+def _kl_field(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": help} | ({"choices": list(choices)} if choices else {}))
 
 
 @dataclass
@@ -92,103 +143,69 @@ class KLXConfigMixin:
             Number of generation batches over which the drift diagnostics average the KL. `0` switches them off.
     """
 
-    kl_penalty_coef: float = field(
-        default=0.0,
-        metadata={"help": "Strength of the KL penalty and starting value of the controller. 0.0 switches it off."},
+    kl_penalty_coef: float = _kl_field(
+        0.0, "Strength of the KL penalty and starting value of the controller. 0.0 switches it off."
     )
-    kl_penalty_reference_step: int | None = field(
-        default=None,
-        metadata={
-            "help": "Reference: the policy as saved at this step. 0 is the initial policy, N is `checkpoint-N` in "
-            "`output_dir`. If unset, the base model with the adapter disabled, or the initial weights in full "
-            "fine-tuning."
-        },
+    kl_penalty_reference_step: int | None = _kl_field(
+        None,
+        "Reference: the policy as saved at this step. 0 is the initial policy, N is `checkpoint-N` in `output_dir`. If "
+        "unset, the base model with the adapter disabled, or the initial weights in full fine-tuning.",
     )
-    kl_ref_adapter_path: str | None = field(
-        default=None,
-        metadata={"help": "Reference: the LoRA adapter in this directory, on the base model shared with the policy."},
+    kl_ref_adapter_path: str | None = _kl_field(
+        None, "Reference: the LoRA adapter in this directory, on the base model shared with the policy."
     )
-    kl_ref_lag: int | None = field(
-        default=None,
-        metadata={"help": "Moving reference: the policy as it was this many optimizer steps ago."},
+    kl_ref_lag: int | None = _kl_field(None, "Moving reference: the policy as it was this many optimizer steps ago.")
+    kl_ref_sync_steps: int | None = _kl_field(
+        None, "Moving reference: a copy of the policy, refreshed every this many optimizer steps."
     )
-    kl_ref_sync_steps: int | None = field(
-        default=None,
-        metadata={"help": "Moving reference: a copy of the policy, refreshed every this many optimizer steps."},
+    kl_ref_mixup_alpha: float | None = _kl_field(
+        None,
+        "With `kl_ref_sync_steps`: weight of the policy in each refresh, `ref = (1 - alpha) * ref + alpha * policy`. If "
+        "unset, each refresh is a plain copy.",
     )
-    kl_ref_mixup_alpha: float | None = field(
-        default=None,
-        metadata={
-            "help": "With `kl_ref_sync_steps`: weight of the policy in each refresh, `ref = (1 - alpha) * ref + "
-            "alpha * policy`. If unset, each refresh is a plain copy."
-        },
+    kl_placement: str = _kl_field(
+        "advantage",
+        "Where the penalty acts: 'advantage' (zero-mean adjustment of per-token advantages), 'reward' (the sequence's "
+        "KL is subtracted from its reward) or 'loss' (a KL term in the loss).",
+        KL_PLACEMENTS,
     )
-    kl_placement: str = field(
-        default="advantage",
-        metadata={
-            "help": "Where the penalty acts: 'advantage' (zero-mean adjustment of per-token advantages), 'reward' "
-            "(the sequence's KL is subtracted from its reward) or 'loss' (a KL term in the loss).",
-            "choices": list(KL_PLACEMENTS),
-        },
+    kl_estimator: str | None = _kl_field(
+        None,
+        "Per-token estimator that is penalised. If unset, 'k1', and 'k3' with `kl_placement='loss'`, which knows no "
+        "other.",
+        KL_ESTIMATORS,
     )
-    kl_estimator: str | None = field(
-        default=None,
-        metadata={
-            "help": "Per-token estimator that is penalised. If unset, 'k1', and 'k3' with `kl_placement='loss'`, which "
-            "knows no other.",
-            "choices": list(KL_ESTIMATORS),
-        },
+    kl_centering: str | None = _kl_field(
+        None,
+        "With `kl_placement='advantage'`: set of tokens over which the adjustment has zero mean: 'batch' (the whole "
+        "generation batch on all processes), 'microbatch', 'group', 'sequence' or 'none'. If unset, 'batch'.",
+        KL_CENTERINGS,
     )
-    kl_centering: str | None = field(
-        default=None,
-        metadata={
-            "help": "With `kl_placement='advantage'`: set of tokens over which the adjustment has zero mean: 'batch' "
-            "(the whole generation batch on all processes), 'microbatch', 'group', 'sequence' or 'none'. If unset, "
-            "'batch'.",
-            "choices": list(KL_CENTERINGS),
-        },
+    kl_discount: float = _kl_field(
+        0.0,
+        "With `kl_placement='advantage'`: 0.0 lets each token pay for its own KL, a value in (0, 1] for the discounted "
+        "KL from this token on.",
     )
-    kl_discount: float = field(
-        default=0.0,
-        metadata={
-            "help": "With `kl_placement='advantage'`: 0.0 lets each token pay for its own KL, a value in (0, 1] for "
-            "the discounted KL from this token on."
-        },
+    kl_controller: str | None = _kl_field(
+        None,
+        "Name of the controller in the registry: 'fixed', 'adaptive', 'exponential', 'pid' or one of your own. If "
+        "unset, 'adaptive' when `kl_target` is set, else 'fixed'.",
     )
-    kl_controller: str | None = field(
-        default=None,
-        metadata={
-            "help": "Name of the controller in the registry: 'fixed', 'adaptive', 'exponential', 'pid' or one of your "
-            "own. If unset, 'adaptive' when `kl_target` is set, else 'fixed'."
-        },
+    kl_target: float | None = _kl_field(None, "The KL to hold, in nats.")
+    kl_target_unit: str = _kl_field(
+        "sequence",
+        "Whether target and KL statistic are a sum per completion ('sequence') or a mean per token ('token').",
+        KL_TARGET_UNITS,
     )
-    kl_target: float | None = field(default=None, metadata={"help": "The KL to hold, in nats."})
-    kl_target_unit: str = field(
-        default="sequence",
-        metadata={
-            "help": "Whether target and KL statistic are a sum per completion ('sequence') or a mean per token "
-            "('token').",
-            "choices": list(KL_TARGET_UNITS),
-        },
+    kl_horizon: int = _kl_field(10000, "Horizon of the adaptive controller, in completions over all processes.")
+    kl_coef_min: float = _kl_field(1e-4, "Lower bound of every adaptive coefficient.")
+    kl_coef_max: float = _kl_field(10.0, "Upper bound of every adaptive coefficient.")
+    kl_controller_kwargs: dict[str, Any] | str | None = _kl_field(
+        None, "Further keyword arguments of the controller; a JSON object on the command line."
     )
-    kl_horizon: int = field(
-        default=10000,
-        metadata={"help": "Horizon of the adaptive controller, in completions over all processes."},
-    )
-    kl_coef_min: float = field(default=1e-4, metadata={"help": "Lower bound of every adaptive coefficient."})
-    kl_coef_max: float = field(default=10.0, metadata={"help": "Upper bound of every adaptive coefficient."})
-    kl_controller_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Further keyword arguments of the controller; a JSON object on the command line."},
-    )
-    kl_monitor: bool = field(
-        default=False, metadata={"help": "Measure and log the KL although the penalty is off."}
-    )
-    kl_warn_window: int = field(
-        default=100,
-        metadata={
-            "help": "Number of generation batches over which the drift diagnostics average the KL. 0 switches them off."
-        },
+    kl_monitor: bool = _kl_field(False, "Measure and log the KL although the penalty is off.")
+    kl_warn_window: int = _kl_field(
+        100, "Number of generation batches over which the drift diagnostics average the KL. 0 switches them off."
     )
 
     def __post_init__(self):
@@ -233,71 +250,22 @@ class KLXConfigMixin:
                 setattr(self, name, default)
 
     def _validate_kl_values(self):
-        if not _is_number(self.kl_penalty_coef) or self.kl_penalty_coef < 0.0:
-            raise ValueError(
-                f"`kl_penalty_coef` must be a finite number >= 0, got {self.kl_penalty_coef!r}. Set it to 0.0 to switch "
-                "the KL penalty off, or to a positive value such as 0.05."
-            )
-        for name, choices in (
-            ("kl_placement", KL_PLACEMENTS),
-            ("kl_estimator", KL_ESTIMATORS),
-            ("kl_centering", KL_CENTERINGS),
-            ("kl_target_unit", KL_TARGET_UNITS),
-        ):
+        if isinstance(self.kl_ref_adapter_path, os.PathLike):
+            self.kl_ref_adapter_path = os.fspath(self.kl_ref_adapter_path)
+        if isinstance(self.kl_controller_kwargs, str):
+            try:
+                self.kl_controller_kwargs = json.loads(self.kl_controller_kwargs)
+            except ValueError:
+                pass  # a string is refused below
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, (is_sound, sound, remedy) in _VALUES.items():
             value = getattr(self, name)
-            optional = name in ("kl_estimator", "kl_centering")
-            if value not in choices and not (optional and value is None):
-                valid = ", ".join(repr(choice) for choice in choices)
-                raise ValueError(f"`{name}` must be one of {valid}, got {value!r}.")
-        step = self.kl_penalty_reference_step
-        if step is not None and (not _is_int(step) or step < 0):
-            raise ValueError(
-                f"`kl_penalty_reference_step` must be an integer >= 0, got {step!r}. Set it to 0 for the initial "
-                "policy, to N for `checkpoint-N` in `output_dir`, or leave it unset for the base model."
-            )
-        for name in ("kl_ref_lag", "kl_ref_sync_steps"):
-            value = getattr(self, name)
-            if value is not None and (not _is_int(value) or value < 1):
-                raise ValueError(f"`{name}` must be an integer >= 1, got {value!r}. Leave it unset for a fixed reference.")
-        alpha = self.kl_ref_mixup_alpha
-        if alpha is not None and not (_is_number(alpha) and 0.0 < alpha <= 1.0):
-            raise ValueError(
-                f"`kl_ref_mixup_alpha` must lie in (0, 1], got {alpha!r}. Leave it unset to copy the policy at each "
-                "refresh."
-            )
-        path = self.kl_ref_adapter_path
-        if path is not None and (not isinstance(path, str) or not path):
-            raise ValueError(f"`kl_ref_adapter_path` must be a non-empty path, got {path!r}. Leave it unset for none.")
-        if not _is_number(self.kl_discount) or not 0.0 <= self.kl_discount <= 1.0:
-            raise ValueError(
-                f"`kl_discount` must lie in [0, 1], got {self.kl_discount!r}. Set it to 0.0 so that each token pays for "
-                "its own KL."
-            )
-        if self.kl_target is not None and not (_is_number(self.kl_target) and self.kl_target > 0.0):
-            raise ValueError(
-                f"`kl_target` must be a finite number > 0 (nats), got {self.kl_target!r}. Leave it unset for a fixed "
-                "coefficient."
-            )
-        if not _is_number(self.kl_horizon) or self.kl_horizon <= 0:
-            raise ValueError(
-                f"`kl_horizon` must be > 0 (completions), got {self.kl_horizon!r}. The default is 10000; shorter adapts "
-                "faster."
-            )
-        for name in ("kl_coef_min", "kl_coef_max"):
-            value = getattr(self, name)
-            if not _is_number(value) or value <= 0.0:
-                raise ValueError(
-                    f"`{name}` must be a finite number > 0, got {value!r}: a multiplicative rule cannot leave 0."
-                )
+            if not is_sound(value) and not (value is None and defaults[name] is None):
+                raise ValueError(f"`{name}` must be {sound}, got {value!r}. {remedy}")
         if self.kl_coef_min > self.kl_coef_max:
             raise ValueError(
                 f"`kl_coef_min` ({self.kl_coef_min!r}) must not exceed `kl_coef_max` ({self.kl_coef_max!r}). Swap them "
                 "or widen the interval."
-            )
-        if not _is_int(self.kl_warn_window) or self.kl_warn_window < 0:
-            raise ValueError(
-                f"`kl_warn_window` must be an integer >= 0, got {self.kl_warn_window!r}. Set it to 0 to switch the drift "
-                "diagnostics off."
             )
 
     def _validate_kl_combinations(self):
@@ -343,7 +311,8 @@ class KLXConfigMixin:
         """Refuse every field that was set but that nothing would read."""
         if self.kl_penalty_enabled:
             return
-        defaults = {f.name: f.default for f in fields(type(self)) if f.name.startswith("kl_")}
+        ours = {f.name for f in fields(KLXConfigMixin)}
+        defaults = {f.name: f.default for f in fields(self) if f.name in ours}
         defaults |= _placement_defaults(self.kl_placement)  # these were filled in, not set
         readable = {"kl_monitor", "kl_penalty_coef"}
         if self.kl_monitor:
@@ -374,10 +343,6 @@ class KLXConfigMixin:
             raise ValueError(
                 f"`kl_controller={name!r}` needs `kl_target`, got None. Set `kl_target` to the KL to hold (5-6 nats per "
                 "sequence is typical), or `kl_controller='fixed'`."
-            )
-        if isinstance(self.kl_controller_kwargs, str):
-            raise ValueError(
-                f"`kl_controller_kwargs` must be a dict or a JSON object, got {self.kl_controller_kwargs!r}."
             )
         defaults = {f.name: f.default for f in fields(type(self))}
         for field_name, setting in CONTROLLER_FIELDS.items():
@@ -424,8 +389,6 @@ class KLXGRPOConfig(KLXConfigMixin, GRPOConfig):
     [`~trl.GRPOConfig`] with the KL-control fields of [`KLXConfigMixin`].
     """
 
-    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["kl_controller_kwargs"]
-
     def _validate_kl_combinations(self):
         super()._validate_kl_combinations()
         if (
@@ -446,8 +409,6 @@ class KLXRLOOConfig(KLXConfigMixin, RLOOConfig):
     [`~trl.RLOOConfig`] with the KL-control fields of [`KLXConfigMixin`]. TRL penalises the KL in RLOO by default; with
     `kl_penalty_coef > 0` a `beta` that was not given is 0, so that the KL is penalised once.
     """
-
-    _VALID_DICT_FIELDS = RLOOConfig._VALID_DICT_FIELDS + ["kl_controller_kwargs"]
 
     beta: float | None = field(
         default=None,

@@ -30,6 +30,11 @@ def _check_positive(name: str, value: object, remedy: str) -> None:
         raise ValueError(f"`{name}` must be a positive finite number, but got {value!r}. {remedy}")
 
 
+def _exp(exponent: float) -> float:
+    # `math.exp` raises above 709. Every result is bounded afterwards, so the limit is never seen.
+    return math.exp(min(max(exponent, -700.0), 700.0))
+
+
 @dataclass(frozen=True)
 class KLControllerState:
     """What changes from update to update. A controller with more to remember extends it with defaulted fields."""
@@ -445,8 +450,7 @@ class ExponentialKLController(KLController):
 
     def _next(self, kl: float, n_steps: float) -> float:
         assert self.target is not None
-        # `math.exp` raises above 709; the result is bounded anyway.
-        return self.value * math.exp(min(max(self.rate * (kl - self.target), -700.0), 700.0))
+        return self.value * _exp(self.rate * (kl - self.target))
 
 
 @dataclass(frozen=True)
@@ -466,6 +470,9 @@ class PIDKLController(KLController):
     `log coef = log init_coef + kp * e + ki * I + kd * (e - e_prev)`, then the bounds. In logs the loop behaves the
     same whatever the scale of KL and coefficient. While the coefficient is at a bound and the error pushes it further
     out, `I` stands still, so that there is nothing to unwind when the error turns.
+
+    One update is one step of the loop, so `n_steps` does not matter. The default gains suit a KL that answers slowly, as
+    it does in training; if the KL alternates around the target from batch to batch, lower `kd` first, then `kp`.
 
     Args:
         init_coef (`float`):
@@ -514,13 +521,10 @@ class PIDKLController(KLController):
         error = min(max(error, -self.error_clip), self.error_clip)
         change = 0.0 if self._state.error is None else error - self._state.error
         low, high = math.log(self.min_coef), math.log(self.max_coef)
-        without_integral = math.log(self.init_coef) + self.kp * error + self.kd * change
-
         integral = self._state.integral + error
-        log_coef = without_integral + self.ki * integral
+        log_coef = math.log(self.init_coef) + self.kp * error + self.ki * integral + self.kd * change
         if (log_coef > high and error > 0) or (log_coef < low and error < 0):
+            # This output still goes to the bound; only the memory of it is not kept.
             integral = self._state.integral
-            log_coef = without_integral + self.ki * integral
         self._state = replace(self._state, integral=integral, error=error)
-        # Bounded in logs first, because `math.exp` raises on large arguments.
-        return math.exp(min(max(log_coef, low), high))
+        return _exp(log_coef)

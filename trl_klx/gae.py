@@ -78,13 +78,14 @@ def compute_gae(
     mask = mask.bool()
     length = mask.shape[1]
     values = torch.where(mask, values.float(), 0.0)
-    # Unmasked tokens move to the left in their order; the masked, all zero, share one extra column at the end.
-    slots = mask.cumsum(1).sub_(1).masked_fill_(~mask, length)
+    # Unmasked tokens move to the left in their order. The masked, all zero, share the last slot: where there is one of
+    # them, no unmasked token gets that far. The extra column is the value after the end.
+    slots = mask.cumsum(1).sub_(1).masked_fill_(~mask, length - 1)
     packed_values = values.new_zeros(mask.shape[0], length + 1).scatter_(1, slots, values)
     packed = torch.zeros_like(packed_values).scatter_(1, slots, torch.where(mask, rewards.float(), 0.0))
     deltas = torch.add(packed[:, :-1], packed_values[:, 1:], alpha=gamma).sub_(packed_values[:, :-1])
     packed_advantages = discounted_suffix_sum(deltas, gamma * lam)
-    advantages = packed_advantages.gather(1, slots.clamp_(max=max(length - 1, 0)))
+    advantages = packed_advantages.gather(1, slots)
     advantages = torch.where(mask, advantages, 0.0)
     return advantages, advantages + values
 

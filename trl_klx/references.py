@@ -13,6 +13,7 @@ from accelerate.utils import is_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
+from trl.trainer import utils as trl_utils
 
 from .adapters import (
     REFERENCE_ADAPTER,
@@ -151,7 +152,9 @@ class ModelReference(KLReference):
         yield self.model
 
     def weights(self) -> Weights:
-        return dict(self._unwrap(self.model).named_parameters())
+        shared = {id(parameter) for parameter in self.policy.parameters()}
+        named = self._unwrap(self.model).named_parameters()
+        return {name: parameter for name, parameter in named if id(parameter) not in shared}
 
     def policy_weights(self) -> Weights:
         return dict(self._unwrap(self.policy).named_parameters())
@@ -199,7 +202,8 @@ def resolve_reference(args: KLXConfigMixin, policy: nn.Module, accelerator: Acce
             f"{type(policy).__name__}. Pass a `peft_config` or a `PeftModel`, or choose the reference by "
             "`kl_penalty_reference_step`."
         )
-    model = _frozen_copy(policy)
+    # A checkpoint is loaded over the copy, which must then share nothing with the policy.
+    model = _frozen_copy(policy, share=checkpoint is None)
     if mover is not None:
         return ModelReference(policy, model, {"kind": kind}, accelerator, mover)
     if checkpoint is not None:
@@ -239,8 +243,18 @@ def _checkpoint_folder(output_dir: str, step: int) -> str:
     return folder
 
 
-def _frozen_copy(policy: nn.Module) -> nn.Module:
-    model = copy.deepcopy(policy).requires_grad_(False).eval()
+def add_trl_lm_head(model: nn.Module, temperature: float, cast_lm_head_to_fp32: bool) -> None:
+    """Give a model that TRL has not seen the LM head through which TRL computes log-probs, where it has one."""
+    add_fused_lm_head = getattr(trl_utils, "add_fused_lm_head", None)
+    if add_fused_lm_head is not None:
+        add_fused_lm_head(model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32)
+
+
+def _frozen_copy(policy: nn.Module, share: bool) -> nn.Module:
+    """A frozen copy of the policy as it is now. Weights that are not trained never change, and can be shared."""
+    frozen = (parameter for parameter in policy.parameters() if not parameter.requires_grad)
+    shared = {id(parameter): parameter for parameter in frozen} if share else {}
+    model = copy.deepcopy(policy, shared).requires_grad_(False).eval()
     head = model.get_output_embeddings()
     if "forward" in vars(head):
         # An fp32 LM head computes through a closure over the policy's weights, which a copy would go on reading.

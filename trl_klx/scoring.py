@@ -30,7 +30,7 @@ class Scored:
         return Scored(self.logps.detach().float(), hidden)
 
 
-def _causal_lm(model: nn.Module) -> nn.Module:
+def causal_lm(model: nn.Module) -> nn.Module:
     return model.get_base_model() if is_peft_model(model) else model
 
 
@@ -43,7 +43,7 @@ def captured_hidden(model: nn.Module, logits_to_keep: int) -> Iterator[list[torc
         hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
         captured.append(hidden[:, -logits_to_keep - 1 : -1].detach())
 
-    handle = _causal_lm(model).base_model.register_forward_hook(keep)
+    handle = causal_lm(model).base_model.register_forward_hook(keep)
     try:
         yield captured
     finally:
@@ -52,7 +52,7 @@ def captured_hidden(model: nn.Module, logits_to_keep: int) -> Iterator[list[torc
 
 def lm_head(model: nn.Module, temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """The map from hidden states to fp32 logits at the sampling temperature."""
-    model = _causal_lm(model)
+    model = causal_lm(model)
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     cap = getattr(config, "final_logit_softcapping", None)
@@ -77,7 +77,7 @@ def check_lm_head(model: nn.Module, temperature: float, scored: Scored, tokens: 
     error = (logps - scored.logps[:1]).abs()[mask[:1].bool()]
     if error.numel() and error.median() > 0.05:
         raise ValueError(
-            f"`kl_estimator='full'` cannot be used with {type(_causal_lm(model)).__name__}: the logits rebuilt from its "
+            f"`kl_estimator='full'` cannot be used with {type(causal_lm(model)).__name__}: the logits rebuilt from its "
             f"hidden states are off by {error.median().item():.3g} nats. Use `kl_estimator='k3'`."
         )
 

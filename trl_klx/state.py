@@ -30,6 +30,29 @@ def _replace(path: str, write) -> None:
         raise
 
 
+def write_json(path: str, content: dict[str, Any]) -> None:
+    """Write plain JSON values, all or nothing; makes the folder if needed."""
+
+    def dump(temporary: str) -> None:
+        with open(temporary, "w", encoding="utf-8") as stream:
+            json.dump(content, stream, indent=2, allow_nan=False)
+
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    _replace(path, dump)
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Read what [`write_json`] wrote."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            content = json.load(stream)
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"Cannot resume: {path!r} cannot be read ({error}). {_REMEDY}") from error
+    return content
+
+
 def write_kl_state(folder: str, state: dict[str, Any], reference: Weights) -> None:
     """
     Write the state into a checkpoint folder.
@@ -42,16 +65,12 @@ def write_kl_state(folder: str, state: dict[str, Any], reference: Weights) -> No
         reference (`dict[str, torch.Tensor]`):
             Weights of a moving reference; empty for one that stands still.
     """
-    os.makedirs(folder, exist_ok=True)
     if reference:
+        os.makedirs(folder, exist_ok=True)
         weights = {name: weight.detach().to("cpu").clone().contiguous() for name, weight in reference.items()}
         _replace(os.path.join(folder, REFERENCE_FILE), lambda path: save_file(weights, path))
 
-    def dump(path: str) -> None:
-        with open(path, "w", encoding="utf-8") as stream:
-            json.dump({"version": STATE_VERSION, **state}, stream, indent=2, allow_nan=False)
-
-    _replace(os.path.join(folder, STATE_FILE), dump)
+    write_json(os.path.join(folder, STATE_FILE), {"version": STATE_VERSION, **state})
 
 
 def read_kl_state(folder: str) -> dict[str, Any] | None:
@@ -59,14 +78,11 @@ def read_kl_state(folder: str) -> dict[str, Any] | None:
     path = os.path.join(folder, STATE_FILE)
     if not os.path.isfile(path):
         return None
-    try:
-        with open(path, encoding="utf-8") as stream:
-            state = json.load(stream)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"Cannot resume: {path!r} cannot be read ({error}). {_REMEDY}") from error
-    if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-        version = state.get("version") if isinstance(state, dict) else None
-        raise ValueError(f"Cannot resume: {path!r} has version {version!r}, expected {STATE_VERSION}. {_REMEDY}")
+    state = read_json(path)
+    if state.get("version") != STATE_VERSION:
+        raise ValueError(
+            f"Cannot resume: {path!r} has version {state.get('version')!r}, expected {STATE_VERSION}. {_REMEDY}"
+        )
     for key, kind in (("controller", dict), ("reference", dict)):
         if not isinstance(state.get(key), kind):
             raise ValueError(f"Cannot resume: {path!r} has no valid {key!r}, got {state.get(key)!r}. {_REMEDY}")

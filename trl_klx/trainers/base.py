@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather
+from torch import nn
 from transformers import TrainerCallback
 from trl.models.utils import disable_gradient_checkpointing
 
@@ -100,11 +101,11 @@ class KLXTrainerMixin(KLXCheckpointMixin):
                 f"got `{type(config).__name__}`."
             )
         super().__init__(*args, **kwargs)
+        self._klx_prepare_policy(self.accelerator.unwrap_model(self.model))
         if not self.args.kl_enabled:
             return
-        policy = self.accelerator.unwrap_model(self.model)
         self.kl_controller = self.args.build_kl_controller()
-        self.kl_reference = resolve_reference(self.args, policy, self.accelerator)
+        self.kl_reference = self._klx_build_reference(self.accelerator.unwrap_model(self.model))
         self._klx_rollouts: dict[str, Rollout] = {}
         self._klx_lm_head_checked = False
         if self.args.kl_target is not None and self.args.kl_warn_window > 0:
@@ -113,6 +114,12 @@ class KLXTrainerMixin(KLXCheckpointMixin):
             )
         if self.kl_reference.mover is not None:
             self.add_callback(_FollowPolicy(self.kl_reference))
+
+    def _klx_prepare_policy(self, policy: nn.Module) -> None:
+        """What is to be done to the policy before a reference is made of it."""
+
+    def _klx_build_reference(self, policy: nn.Module) -> KLReference:
+        return resolve_reference(self.args, policy, self.accelerator)
 
     @property
     def _klx_mode(self) -> str:
@@ -147,13 +154,12 @@ class KLXTrainerMixin(KLXCheckpointMixin):
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         if self.kl_reference is not None and model is self.kl_reference:
             return self._klx_answer_host(args, kwargs), None, None
-        if self._klx_tap is None:
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         # Put down while it runs, so that the tap may make passes of its own.
         tap, self._klx_tap = self._klx_tap, None
         try:
             output, scored = self._klx_forward(model, args, kwargs)
-            tap(scored)
+            if tap is not None:
+                tap(scored)
         finally:
             self._klx_tap = tap
         return output
@@ -215,11 +221,15 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         rollout = self._klx_rollouts[self._klx_mode] = Rollout(self.kl_controller.value)
 
         def remember(scored: Scored) -> None:
-            rollout.policy = scored.detach()
+            # TRL scores the policy, where it does, before a reference of its own.
+            if rollout.policy is None:
+                rollout.policy = scored.detach()
 
         host_asks = self._klx_penalises in self._klx_host_placements
         with self._klx_tapped(remember), self._klx_host_term(rollout.coef) if host_asks else nullcontext():
             batch = super()._generate_and_score_completions(inputs)
+        if self.beta != 0.0 and "old_per_token_logps" not in batch and "old_logps" not in batch:
+            rollout.policy = None  # the pass seen was that of TRL's own reference
         self._klx_score_batch(batch, rollout)
         # What the loss needs is in the batch now.
         rollout.policy = rollout.reference = None
@@ -267,13 +277,20 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         """Add a batch to the rollout's totals and, with the penalty in the advantages, adjust them."""
         mask = self._klx_mask(batch)
         per_token_kl, statistic, k1 = self._klx_per_token_kl(policy, reference)
-        adjustment = None
-        if self._klx_penalises == "advantage":
-            per_token_kl = discount_kl(per_token_kl, mask, self.args.kl_discount)
-            mean = self._klx_center(per_token_kl, mask, batch)
-            adjustment = kl_adjustment(per_token_kl, mask, rollout.coef, mean)
-            self._klx_apply(batch, adjustment)
+        adjustment = self._klx_penalise(batch, per_token_kl, mask, rollout.coef)
         self._klx_add_totals(rollout, statistic, k1, mask, adjustment)
+
+    def _klx_penalise(
+        self, batch: dict, per_token_kl: torch.Tensor, mask: torch.Tensor, coef: float
+    ) -> torch.Tensor | None:
+        """Bring the penalty of a measured batch into it. Returns the adjustment of the advantages, if it is one."""
+        if self._klx_penalises != "advantage":
+            return None
+        per_token_kl = discount_kl(per_token_kl, mask, self.args.kl_discount)
+        mean = self._klx_center(per_token_kl, mask, batch)
+        adjustment = kl_adjustment(per_token_kl, mask, coef, mean)
+        self._klx_apply(batch, adjustment)
+        return adjustment
 
     def _klx_per_token_kl(self, policy: Scored, reference: Scored):
         policy_head = reference_head = None

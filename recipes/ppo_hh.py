@@ -1,0 +1,303 @@
+"""
+PPO with KL control on helpful-and-harmless dialogues.
+
+With no arguments, offline, on a laptop CPU: tiny models on dialogues that this project makes itself.
+
+```bash
+accelerate launch recipes/ppo_hh.py
+```
+
+On real models and data (see `recipes/ppo_hh_1b.yaml` and its kin):
+
+```bash
+accelerate launch recipes/ppo_hh.py --config recipes/ppo_hh_1b.yaml
+accelerate launch recipes/ppo_hh.py \
+    --model_name_or_path EleutherAI/pythia-1b \
+    --reward_model_path path/to/reward_model \
+    --dataset_name Anthropic/hh-rlhf \
+    --use_peft --kl_target 6 --output_dir outputs/ppo_hh_pythia
+```
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    ProgressCallback,
+)
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+
+from hh_bootstrap import heldout_perplexity, prepare_default, score_texts
+from hh_dialogues import parse_hh_row
+from hh_report import (
+    BriefProgress,
+    PerplexityCallback,
+    cut_at,
+    draw_report,
+    evaluate,
+    format_report,
+    write_report,
+)
+from trl_klx import KLXPPOConfig, KLXPPOTrainer
+
+
+DEFAULT_CONFIG = Path(__file__).with_name("ppo_hh.yaml")
+LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass
+class HHScriptArguments(ScriptArguments):
+    """
+    Arguments of the script beside those of the trainer and of the model. The policy is `--model_name_or_path`, the
+    reward model `--reward_model_path`; without either, tiny models are trained and cached first.
+
+    Args:
+        dataset_name (`str`, *optional*):
+            Name on the Hub, or local file or directory. If unset, the dialogues that come with the recipe.
+        delta_reward (`bool`, *optional*, defaults to `False`):
+            Subtract the reward of the chosen answer to the same prompt from that of the sampled one.
+        max_prompt_length (`int`, *optional*, defaults to `384`):
+            Longest prompt in tokens; a longer one loses its beginning.
+        eval_prompts (`int`, *optional*, defaults to `128`):
+            Number of held-out dialogues for the report.
+        samples (`int`, *optional*, defaults to `3`):
+            Number of dialogues to show before and after.
+        cache_dir (`str`, *optional*, defaults to `"outputs/hh_default"`):
+            Where the tiny models of the default are kept for the next run.
+        quick (`bool`, *optional*, defaults to `False`):
+            Shorten the default's own training, to try the script.
+    """
+
+    delta_reward: bool = field(
+        default=False, metadata={"help": "Subtract the reward of the chosen answer to the same prompt."}
+    )
+    max_prompt_length: int = field(
+        default=384, metadata={"help": "Longest prompt in tokens; a longer one loses its beginning."}
+    )
+    eval_prompts: int = field(default=128, metadata={"help": "Number of held-out dialogues for the report."})
+    samples: int = field(default=3, metadata={"help": "Number of dialogues to show before and after."})
+    cache_dir: str = field(
+        default="outputs/hh_default", metadata={"help": "Where the tiny models of the default are kept."}
+    )
+    quick: bool = field(default=False, metadata={"help": "Shorten the default's own training, to try the script."})
+
+
+def say(text: str) -> None:
+    PartialState().print(text, flush=True)
+
+
+def load_dialogues(script_args: HHScriptArguments) -> tuple[list[dict], list[dict]]:
+    """Training and held-out rows with `prompt`, `chosen` and `rejected`, from the Hub or from local files."""
+    name = script_args.dataset_name
+    try:
+        if os.path.isfile(name):
+            suffix = Path(name.removesuffix(".gz")).suffix
+            if suffix not in LOADERS:
+                raise ValueError(f"its type {suffix!r} is not one of {', '.join(LOADERS)}")
+            data = load_dataset(LOADERS[suffix], data_files=name)
+        elif os.path.isdir(name) and (Path(name) / "dataset_dict.json").exists():
+            data = load_from_disk(name)
+        else:
+            data = load_dataset(name, script_args.dataset_config)
+    except Exception as error:
+        raise ValueError(f"The dataset {name!r} cannot be loaded: {error}") from error
+    train, test = script_args.dataset_train_split, script_args.dataset_test_split
+    if isinstance(data, Dataset):
+        data = DatasetDict({train: data})
+    if train not in data:
+        raise ValueError(f"The dataset {name!r} has no split {train!r}, only {list(data)}. Set --dataset_train_split.")
+    rows = [parse_hh_row(row) for row in data[train]]
+    if test in data and test != train:
+        heldout = [parse_hh_row(row) for row in data[test]]
+    else:
+        cut = max(1, len(rows) // 20)
+        rows, heldout = rows[cut:], rows[:cut]
+    if not rows or not heldout:
+        raise ValueError(f"The dataset {name!r} is empty: {len(rows)} training and {len(heldout)} held-out dialogues.")
+    return rows, heldout
+
+
+def check_tokenizer(tokenizer, model, path: str) -> None:
+    size = model.get_input_embeddings().weight.size(0)
+    if len(tokenizer) > size:
+        raise ValueError(
+            f"The tokenizer of {path!r} has {len(tokenizer)} tokens, but the model embeds only {size}: they do not belong "
+            "together."
+        )
+
+
+def load_tokenizer(path: str):
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", truncation_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_reward_model(path: str, dtype, device):
+    labels = AutoConfig.from_pretrained(path).num_labels
+    if labels != 1:
+        raise ValueError(f"The reward model {path!r} has {labels} labels; a reward model has one.")
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).to(device).eval()
+    tokenizer = load_tokenizer(path)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    check_tokenizer(tokenizer, model, path)
+    return model, tokenizer
+
+
+def make_reward(model, tokenizer, stops: list[str], delta: bool):
+    """The reward of answers to prompts, and the same as a reward function of TRL's."""
+
+    def score(prompts: list[str], answers: list[str]) -> list[float]:
+        texts = [prompt + cut_at(answer, stops) for prompt, answer in zip(prompts, answers, strict=True)]
+        return score_texts(model, tokenizer, texts).tolist()
+
+    baseline: dict[str, float] = {}
+
+    def reward_model(prompts, completions, chosen, **kwargs) -> list[float]:
+        scores = score(prompts, completions)
+        if not delta:
+            return scores
+        missing = {prompt: answer for prompt, answer in zip(prompts, chosen, strict=True) if prompt not in baseline}
+        if missing:
+            baseline.update(zip(missing, score(list(missing), list(missing.values())), strict=True))
+        return [value - baseline[prompt] for value, prompt in zip(scores, prompts, strict=True)]
+
+    return score, reward_model
+
+
+def truncate_prompts(rows: list[dict], tokenizer, max_length: int) -> list[dict]:
+    """Cut the beginning of prompts that are too long."""
+    shortened = []
+    for row in rows:
+        ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        prompt = row["prompt"] if len(ids) <= max_length else tokenizer.decode(ids[-max_length:])
+        shortened.append({**row, "prompt": prompt})
+    return shortened
+
+
+def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args: ModelConfig) -> None:
+    state = PartialState()
+    embedded = model_args.model_name_or_path is None
+    if embedded != (training_args.reward_model_path is None):
+        raise ValueError("Set --model_name_or_path and --reward_model_path together, or neither for the default.")
+
+    if embedded:
+        say("[1/4] Dialogues, tokenizer, policy (SFT) and reward model")
+        with state.main_process_first():
+            assets = prepare_default(script_args.cache_dir, seed=0, quick=script_args.quick)
+        say(
+            f"      reward model: {100 * assets.reward_accuracy:.1f}% of held-out preferences right; policy: held-out "
+            f"perplexity {assets.sft_perplexity_before:.1f} before SFT, {assets.sft_perplexity_after:.2f} after"
+        )
+        model_args.model_name_or_path = str(assets.sft_path)
+        training_args.reward_model_path = str(assets.reward_path)
+        rows, heldout = assets.train_rows, assets.heldout_rows
+    else:
+        say("[1/4] Loading models and data")
+        rows = heldout = None
+    if script_args.dataset_name is not None:
+        rows, heldout = load_dialogues(script_args)
+    if rows is None:
+        raise ValueError("Set --dataset_name, for instance to Anthropic/hh-rlhf or to a local file.")
+
+    path = model_args.model_name_or_path
+    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
+    tokenizer = load_tokenizer(path)
+    policy = AutoModelForCausalLM.from_pretrained(
+        path, revision=model_args.model_revision, dtype=dtype, attn_implementation=model_args.attn_implementation
+    )
+    check_tokenizer(tokenizer, policy, path)
+    stops = training_args.stop_strings or []
+    reward_model, reward_tokenizer = load_reward_model(training_args.reward_model_path, dtype, training_args.device)
+    score, reward_func = make_reward(reward_model, reward_tokenizer, stops, script_args.delta_reward)
+    rows = truncate_prompts(rows, tokenizer, script_args.max_prompt_length)
+    heldout = truncate_prompts(heldout[: script_args.eval_prompts], tokenizer, script_args.max_prompt_length)
+
+    trainer = KLXPPOTrainer(
+        args=training_args,
+        processing_class=tokenizer,
+        model=policy,
+        reward_funcs=reward_func,
+        train_dataset=Dataset.from_list(rows),
+        peft_config=get_peft_config(model_args),
+    )
+    if not training_args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(BriefProgress)
+    # Sharded weights are not all there on any one process, so these are measured only where they are.
+    whole = trainer.accelerator.distributed_type in (
+        DistributedType.NO,
+        DistributedType.MULTI_CPU,
+        DistributedType.MULTI_GPU,
+    )
+    unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+    max_length = script_args.max_prompt_length + training_args.max_completion_length
+
+    def measure():
+        return evaluate(
+            unwrapped,
+            tokenizer,
+            heldout,
+            score,
+            max_length,
+            max_new_tokens=training_args.max_completion_length,
+            temperature=training_args.temperature,
+            stops=stops,
+        )
+
+    perplexity = PerplexityCallback(lambda: heldout_perplexity(unwrapped, tokenizer, heldout, max_length=max_length))
+    if whole and state.is_main_process:
+        say(f"[2/4] Measuring the policy on {len(heldout)} held-out dialogues")
+        before = measure()
+        say(f"      reward {before.reward:.3f}, perplexity {before.perplexity:.3f}")
+        trainer.add_callback(perplexity)
+    say(
+        f"[3/4] PPO: {training_args.max_steps if training_args.max_steps > 0 else 'all'} steps on {len(rows)} dialogues, "
+        f"KL coefficient {training_args.kl_penalty_coef} ({training_args.kl_controller_name})"
+        + (
+            f", target {training_args.kl_target} nats per {training_args.kl_target_unit}"
+            if training_args.kl_target
+            else ""
+        )
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    say(f"      policy saved in {training_args.output_dir}")
+
+    if whole and state.is_main_process:
+        say("[4/4] Measuring again")
+        after = measure()
+        history, target = trainer.state.log_history, training_args.kl_target
+        folder = Path(training_args.output_dir)
+        say(format_report(before, after, history, target, heldout, script_args.samples))
+        write_report(folder, before, after, history, perplexity.curve)
+        if draw_report(folder / "report.png", history, perplexity.curve, target):
+            say(f"\nCurves: {folder / 'report.png'}")
+        else:
+            say("\nNo curves: install matplotlib to have them drawn (pip install 'trl-klx[plot]').")
+    state.wait_for_everyone()
+
+
+def parse(arguments: list[str]) -> tuple[HHScriptArguments, KLXPPOConfig, ModelConfig]:
+    parser = TrlParser((HHScriptArguments, KLXPPOConfig, ModelConfig))
+    # Flags alone change the default; a model or a config of one's own replaces it.
+    if not any(argument.split("=")[0] in ("--config", "--model_name_or_path") for argument in arguments):
+        arguments = ["--config", str(DEFAULT_CONFIG), *arguments]
+    return parser.parse_args_and_config(arguments)
+
+
+if __name__ == "__main__":
+    try:
+        main(*parse(sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(f"error: {error}")

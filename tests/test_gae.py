@@ -1,0 +1,192 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_klx.gae import clipped_value_loss, compute_gae, explained_variance, shape_rewards
+
+
+NAN = math.nan
+
+
+def random_case(seed, batch=3, length=10):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, batch, length, generator=generator)
+    mask = torch.rand(batch, length, generator=generator) < 0.7
+    return rewards, values, mask
+
+
+def brute_force(rewards, values, mask, gamma, lam):
+    """Walk each sequence backwards over its unmasked tokens, one number at a time."""
+    advantages = torch.zeros_like(values, dtype=torch.float64)
+    for b in range(len(values)):
+        next_value = next_advantage = 0.0
+        for t in reversed(range(values.shape[1])):
+            if not mask[b, t]:
+                continue
+            delta = rewards[b, t].item() + gamma * next_value - values[b, t].item()
+            next_advantage = delta + gamma * lam * next_advantage
+            next_value = values[b, t].item()
+            advantages[b, t] = next_advantage
+    return advantages
+
+
+class TestComputeGAE:
+    def test_golden(self):
+        # gamma 1, lam 0.5. delta_1 = 2 + 0 - 1 = 1; delta_0 = 0 + 1 - 0.5 = 0.5.
+        # A_1 = 1; A_0 = 0.5 + 0.5 * 1 = 1. Returns 1 + 1 = 2 and 1 + 0.5 = 1.5.
+        rewards, values = torch.tensor([[0.0, 2.0]]), torch.tensor([[0.5, 1.0]])
+        advantages, returns = compute_gae(rewards, values, torch.ones(1, 2), gamma=1.0, lam=0.5)
+        assert advantages.tolist() == [[1.0, 1.0]]
+        assert returns.tolist() == [[1.5, 2.0]]
+
+    def test_golden_with_holes(self):
+        # The same two tokens, with a tool output between them and padding around.
+        rewards = torch.tensor([[NAN, 0.0, NAN, NAN, 2.0, NAN]])
+        values = torch.tensor([[NAN, 0.5, NAN, NAN, 1.0, NAN]])
+        mask = torch.tensor([[0, 1, 0, 0, 1, 0]])
+        advantages, returns = compute_gae(rewards, values, mask, gamma=1.0, lam=0.5)
+        assert advantages.tolist() == [[0.0, 1.0, 0.0, 0.0, 1.0, 0.0]]
+        assert returns.tolist() == [[0.0, 1.5, 0.0, 0.0, 2.0, 0.0]]
+
+    @settings(deadline=None)
+    @given(
+        st.integers(0, 10_000),
+        st.sampled_from([0.0, 0.9, 0.99, 1.0]),
+        st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+        st.sampled_from([1, 2, 10, 70]),
+    )
+    def test_matches_a_loop(self, seed, gamma, lam, length):
+        rewards, values, mask = random_case(seed, length=length)
+        garbage = torch.where(mask, 0.0, NAN)
+        advantages, returns = compute_gae(rewards + garbage, values + garbage, mask, gamma, lam)
+        expected = brute_force(rewards, values, mask, gamma, lam)
+        torch.testing.assert_close(advantages.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(returns.double(), expected + values.double() * mask, rtol=1e-5, atol=1e-5)
+
+    @settings(deadline=None)
+    @given(st.integers(0, 10_000))
+    def test_masking_equals_deleting(self, seed):
+        rewards, values, mask = random_case(seed, batch=1)
+        advantages, returns = compute_gae(rewards, values, mask)
+        kept = [tensor[mask][None] for tensor in (rewards, values)]
+        deleted = compute_gae(*kept, torch.ones_like(kept[0]))
+        torch.testing.assert_close(advantages[mask][None], deleted[0])
+        torch.testing.assert_close(returns[mask][None], deleted[1])
+
+    def test_lambda_one_is_reward_to_go_minus_value(self):
+        rewards, values, _ = random_case(0)
+        mask = torch.ones_like(values)
+        advantages, returns = compute_gae(rewards, values, mask, gamma=1.0, lam=1.0)
+        to_go = rewards.flip(1).cumsum(1).flip(1)
+        torch.testing.assert_close(returns, to_go, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(advantages, to_go - values, rtol=1e-5, atol=1e-5)
+
+    def test_gradients_stop_and_inputs_are_unchanged(self):
+        rewards, values, mask = random_case(0)
+        copies = rewards.clone(), values.clone(), mask.clone()
+        advantages, returns = compute_gae(rewards, values.requires_grad_(), mask)
+        assert not advantages.requires_grad and not returns.requires_grad
+        assert all(torch.equal(a, b) for a, b in zip((rewards, values, mask), copies, strict=True))
+
+    def test_nothing_unmasked_and_no_tokens(self):
+        advantages, returns = compute_gae(torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3))
+        assert advantages.tolist() == returns.tolist() == [[0.0] * 3] * 2
+        assert compute_gae(torch.ones(2, 0), torch.ones(2, 0), torch.ones(2, 0))[0].shape == (2, 0)
+
+    def test_errors(self):
+        with pytest.raises(ValueError, match=r"`rewards` \(1, 2\), `values` \(1, 3\), `mask` \(1, 2\)"):
+            compute_gae(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2))
+        for name in ("gamma", "lam"):
+            with pytest.raises(ValueError, match=f"`{name}`.*1.5"):
+                compute_gae(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), **{name: 1.5})
+
+
+class TestShapeRewards:
+    def test_golden(self):
+        # -0.5 * kl; the score goes to the last unmasked token, wherever it is.
+        kl = torch.tensor([[2.0, 4.0, NAN], [NAN, 2.0, -2.0], [NAN, NAN, NAN], [6.0, NAN, NAN]])
+        mask = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0], [1, 0, 0]])
+        rewards = shape_rewards(torch.tensor([10.0, 20.0, NAN, 40.0]), kl, mask, 0.5)
+        # -1, -2 + 10; -1, 1 + 20; nothing; -3 + 40
+        assert rewards.tolist() == [[-1.0, 8.0, 0.0], [0.0, -1.0, 21.0], [0.0, 0.0, 0.0], [37.0, 0.0, 0.0]]
+
+    @pytest.mark.parametrize("coef", [0.0, torch.tensor(0.0)])
+    def test_coefficient_zero_leaves_the_score(self, coef):
+        rewards = shape_rewards(torch.tensor([3.0]), torch.tensor([[NAN, math.inf]]), torch.ones(1, 2), coef)
+        assert rewards.tolist() == [[0.0, 3.0]]
+
+    @settings(deadline=None)
+    @given(st.integers(0, 1000))
+    def test_total_is_score_minus_penalty(self, seed):
+        kl, _, mask = random_case(seed)
+        scores = torch.tensor([1.0, 2.0, 3.0])
+        expected = scores * mask.any(1) - 0.1 * (kl * mask).sum(1)
+        torch.testing.assert_close(shape_rewards(scores, kl, mask, 0.1).sum(1), expected, rtol=1e-5, atol=1e-5)
+
+    def test_gradients_stop(self):
+        kl = torch.ones(1, 2, requires_grad=True)
+        assert not shape_rewards(torch.ones(1, requires_grad=True), kl, torch.ones(1, 2), 0.1).requires_grad
+
+    def test_no_tokens(self):
+        assert shape_rewards(torch.ones(2), torch.ones(2, 0), torch.ones(2, 0), 0.1).shape == (2, 0)
+
+    def test_errors(self):
+        with pytest.raises(ValueError, match=r"`scores`.*\(2,\), but got \(3,\)"):
+            shape_rewards(torch.zeros(3), torch.zeros(2, 4), torch.ones(2, 4), 0.1)
+
+
+class TestClippedValueLoss:
+    VALUES = torch.tensor([[1.0, 2.0, 0.5, NAN]])
+    OLD_VALUES = torch.tensor([[0.0, 2.1, 0.0, NAN]])
+    RETURNS = torch.tensor([[2.0, 1.0, -1.0, NAN]])
+    MASK = torch.tensor([[1, 1, 1, 0]])
+
+    def test_golden(self):
+        # c = 0.2. Token 0: (1 - 2)^2 = 1, clipped to 0.2: 1.8^2 = 3.24, which is larger.
+        # Token 1: (2 - 1)^2 = 1, inside [1.9, 2.3], so equal. Token 2: 1.5^2 = 2.25, clipped to 0.2: 1.2^2 = 1.44.
+        # Loss 0.5 * (3.24 + 1 + 2.25) / 3 = 1.081667; one of three is clipped.
+        loss, clip_fraction = clipped_value_loss(self.VALUES, self.OLD_VALUES, self.RETURNS, self.MASK, 0.2)
+        assert loss.item() == pytest.approx(1.081667, abs=1e-6)
+        assert clip_fraction.item() == pytest.approx(1 / 3)
+
+    def test_gradient(self):
+        # d/dV of 0.5 * (V - R)^2 / 3 = (V - R) / 3 where the plain term decides; 0 where the clipped one does.
+        # Where both are equal the two halves of the gradient add up to the same (V - R) / 3.
+        values = self.VALUES.clone().requires_grad_()
+        clipped_value_loss(values, self.OLD_VALUES, self.RETURNS, self.MASK, 0.2)[0].backward()
+        torch.testing.assert_close(values.grad, torch.tensor([[0.0, 1 / 3, 0.5, 0.0]]))
+
+    def test_wide_clip_is_the_plain_loss(self):
+        loss, clip_fraction = clipped_value_loss(self.VALUES, self.OLD_VALUES, self.RETURNS, self.MASK, 1e6)
+        # 0.5 * (1 + 1 + 2.25) / 3
+        assert loss.item() == pytest.approx(0.708333, abs=1e-6)
+        assert clip_fraction.item() == 0.0
+
+    def test_empty_mask(self):
+        loss, clip_fraction = clipped_value_loss(self.VALUES, self.OLD_VALUES, self.RETURNS, self.MASK * 0, 0.2)
+        assert loss.item() == clip_fraction.item() == 0.0
+
+    def test_errors(self):
+        with pytest.raises(ValueError, match="`cliprange`.*0.0"):
+            clipped_value_loss(self.VALUES, self.OLD_VALUES, self.RETURNS, self.MASK, 0.0)
+        with pytest.raises(ValueError, match=r"`values` \(1, 4\), `old_values` \(1, 4\), `returns` \(1, 3\)"):
+            clipped_value_loss(self.VALUES, self.OLD_VALUES, self.RETURNS[:, :3], self.MASK, 0.2)
+
+
+class TestExplainedVariance:
+    def test_golden(self):
+        # R = 1, 3, 5: variance 8/3. R - V = 0, 1, 2: variance 2/3. 1 - (2/3) / (8/3) = 0.75.
+        returns, values = torch.tensor([[1.0, 3.0, 5.0, NAN]]), torch.tensor([[1.0, 2.0, 3.0, NAN]])
+        mask = torch.tensor([[1, 1, 1, 0]])
+        assert explained_variance(values, returns, mask).item() == pytest.approx(0.75)
+        assert explained_variance(returns, returns, mask).item() == 1.0
+        assert explained_variance(torch.zeros(1, 4), returns, mask).item() == 0.0
+        # V = -R doubles the residual: 1 - 4 = -3.
+        assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
+
+    def test_constant_returns_and_empty_mask(self):
+        assert explained_variance(torch.randn(1, 3), torch.full((1, 3), 0.1), torch.ones(1, 3)).item() == 0.0
+        assert explained_variance(torch.randn(1, 3), torch.randn(1, 3), torch.zeros(1, 3)).item() == 0.0

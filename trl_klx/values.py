@@ -1,0 +1,145 @@
+"""The value function of PPO: a head on the policy's backbone, or a model of its own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from .scoring import causal_lm
+
+
+# Name under which the value function hangs on the policy, so that optimizer, DDP, FSDP and DeepSpeed see it.
+VALUE_MODULE = "klx_value"
+
+
+class ValueHead(nn.Module):
+    """
+    Two-layer head from the policy's last hidden states to values. The last layer starts at zero, so that the first
+    advantages are those of no baseline rather than of a random one.
+
+    Args:
+        hidden_size (`int`):
+            Width of the hidden states.
+        dtype (`torch.dtype`):
+            Type of the parameters.
+        device (`torch.device`):
+            Device of the parameters.
+        seed (`int`):
+            Seed of the initialisation, so that every process starts alike.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, seed: int):
+        super().__init__()
+        # The rollouts of a seeded run must not depend on there being a value head.
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.inner = nn.Linear(hidden_size, 2 * hidden_size)
+            self.outer = nn.Linear(2 * hidden_size, 1)
+        nn.init.zeros_(self.outer.weight)
+        nn.init.zeros_(self.outer.bias)
+        self.to(device=device, dtype=dtype)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`(B, T, H)` hidden states to `(B, T)` values."""
+        return self.outer(torch.relu(self.inner(hidden.to(self.inner.weight.dtype)))).squeeze(-1)
+
+
+class ValueModel(nn.Module):
+    """
+    A sequence-classification model with one label, read at every position.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model with a backbone and a `score` layer.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        labels = getattr(model.config, "num_labels", None)
+        if not hasattr(model, "score") or labels != 1:
+            raise ValueError(
+                f"`value_model` must be a sequence-classification model with `num_labels=1` and a `score` layer, got "
+                f"{type(model).__name__} with `num_labels={labels}`."
+            )
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """`(B, L)` tokens to `(B, L)` values."""
+        hidden = self.model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        return self.model.score(hidden).squeeze(-1)
+
+
+class ValueFunction:
+    """
+    Hangs a value module on the policy and records its values during the policy's own forward passes: no second pass,
+    and a graph that starts inside the wrapped forward, where DDP looks for the parameters in use.
+
+    Args:
+        policy (`nn.Module`):
+            Policy.
+        module ([`ValueHead`] or [`ValueModel`]):
+            What computes the values.
+    """
+
+    def __init__(self, policy: nn.Module, module: nn.Module):
+        self.policy = policy
+        self.module = module
+        self._keep: int | None = None
+        self._current: torch.Tensor | None = None
+        self._recorded: list[torch.Tensor] = []
+        policy.add_module(VALUE_MODULE, module)
+        if isinstance(module, ValueHead):
+            causal_lm(policy).base_model.register_forward_hook(self._after_backbone)
+        policy.register_forward_hook(self._after_policy, with_kwargs=True)
+
+    def _after_backbone(self, module, args, output) -> None:
+        if self._keep is not None:
+            # The state before token t is the position that predicts it.
+            self._current = self.module(output.last_hidden_state[:, -self._keep - 1 : -1]).float()
+
+    def _after_policy(self, module, args, kwargs, output) -> None:
+        if self._keep is None:
+            return
+        if isinstance(self.module, ValueModel):
+            values = self.module(kwargs["input_ids"], kwargs["attention_mask"])
+            self._current = values[:, -self._keep - 1 : -1].float()
+        self._recorded.append(self._current)
+        output["klx_values"] = self._current
+        self._current = None
+
+    @contextmanager
+    def recording(self, logits_to_keep: int) -> Iterator[list[torch.Tensor]]:
+        """Collect the values before each of the last `logits_to_keep` tokens, one tensor per forward pass."""
+        self._keep, self._recorded = logits_to_keep, []
+        try:
+            yield self._recorded
+        finally:
+            self._keep, self._recorded = None, []
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Take the value function off the policy while its weights are saved, loaded or sent elsewhere."""
+        del self.policy._modules[VALUE_MODULE]
+        try:
+            yield
+        finally:
+            self.policy._modules[VALUE_MODULE] = self.module
+
+
+def freeze_bottom_layers(policy: nn.Module, num_layers_unfrozen: int) -> None:
+    """
+    Freeze the embeddings and all but the top `num_layers_unfrozen` layers. The final norm stays trainable, and so does
+    an LM head that is not tied to the embeddings.
+    """
+    model = causal_lm(policy)
+    depth = model.config.get_text_config().num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    if not 0 < num_layers_unfrozen <= depth or not stacks:
+        raise ValueError(
+            f"`num_layers_unfrozen={num_layers_unfrozen}` does not fit a model of {depth} layers. Choose 1 to {depth}, or "
+            "leave it unset to train all of them."
+        )
+    for layer in stacks[0][: depth - num_layers_unfrozen]:
+        layer.requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(False)
