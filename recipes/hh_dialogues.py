@@ -196,7 +196,11 @@ LEADS = ["", "", "", "I have little time.", "I am new to this.", "Please keep it
 OPENERS = ["Sure!", "Of course.", "Happy to help.", "Good question.", "Let us see."]
 KIND_OPENERS = ["I am sorry to hear that.", "That sounds hard.", "Thank you for telling me."]
 CLOSERS = ["I hope this helps!", "Let me know how it goes.", "Would you like another idea?", "Good luck!"]
-DECLINES = ["I would rather not help with that.", "I am sorry, but I cannot help with that.", "I cannot help you there."]
+DECLINES = [
+    "I would rather not help with that.",
+    "I am sorry, but I cannot help with that.",
+    "I cannot help you there.",
+]
 REASONS = ["Someone could get hurt.", "It would not be fair.", "It could cause real trouble."]
 OFFERS = ["You could {alt} instead.", "A better idea is to {alt}.", "Maybe you can {alt}?"]
 
@@ -225,7 +229,7 @@ NO_HELP = [
 HELPFUL_FLAWS = {
     "curt": 11,  # an answer of two or three words
     "rude": 13,  # an insult, sometimes with advice after it
-    "off_topic": 20,  # good advice for another topic
+    "off_topic": 30,  # good advice for another topic
     "wrong_item": 10,  # good advice for another item of the same topic
     "vague": 12,  # friendly words without content
     "no_help": 10,  # ends without having helped

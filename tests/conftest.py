@@ -8,12 +8,23 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Two threads are slower than one on models this small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
+
 import pytest
 import torch
 from tiny import build_model, build_tokenizer
 
 
 torch.set_num_threads(1)
+# Stable TRL features that it calls experimental.
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def keep_imports_out_of_garbage_collection():
+    # Each training run collects garbage, which with everything imported takes longer than its steps.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

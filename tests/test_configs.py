@@ -603,15 +603,15 @@ def test_kl_monitor_can_measure_the_full_kl_but_no_other_estimator():
 
 def test_several_fields_without_effect_are_all_named():
     message = refusal(kl_horizon=500, kl_ref_lag=2, kl_placement="loss")
-    for given in ("`kl_horizon=500`", "`kl_ref_lag=2`", "`kl_placement='loss'`"):
-        assert given in message
+    for setting in ("`kl_horizon=500`", "`kl_ref_lag=2`", "`kl_placement='loss'`"):
+        assert setting in message
 
 
 # ---- The whole space of fields ----
 
 numbers = st.one_of(
     st.sampled_from([0, 0.0, 1e-5, 1e-4, 0.05, 0.1, 0.5, 1, 1.0, 6.0, 10.0, 11.0, 500]),
-    st.floats(width=32),
+    st.floats(),
     st.integers(-2, 20),
     st.booleans(),
     st.sampled_from(["0.1", None]),
@@ -647,14 +647,14 @@ OTHERS = {
     "sync_ref_model": st.booleans(),
 }
 SPACE = st.fixed_dictionaries({"kl_penalty_coef": COEFFICIENTS}, optional=OTHERS)
-NAMED = re.compile(r"`(kl_\w+|beta|sync_ref_model|multi_objective_aggregation)[=`]|\[`kl_coef_min`")
+NAMED = re.compile(r"`(kl_\w+|beta|sync_ref_model|multi_objective_aggregation)[=`]")
 
 
 def test_space_covers_every_field():
     assert OTHERS.keys() | {"kl_penalty_coef"} >= FIELDS.keys()
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(fields=SPACE, config_class=st.sampled_from(CONFIGS), data=st.data())
 def test_any_config_is_refused_by_name_or_has_a_working_controller(fields, config_class, data):
     # Few of many random fields: all of them at once are hardly ever sound.

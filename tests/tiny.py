@@ -1,8 +1,10 @@
 """Builders shared by the tests and by the scripts that the tests launch in processes of their own."""
 
 import copy
+import random
 
 import torch
+from oracle import plain_model
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -87,6 +89,9 @@ def config_class_of(trainer_class):
 def build_trainer(trainer_class, output_dir, *, model=None, rewards=reward_even_tokens, dataset=None, extras=None, **fields):
     """A trainer on the tiny model. `extras` goes to the trainer, every other keyword to its config."""
     args = config_class_of(trainer_class)(output_dir=str(output_dir), **(RUN | fields))
+    extras = dict(extras or {})
+    if "peft_config" in extras:
+        extras["peft_config"] = copy.deepcopy(extras["peft_config"])  # PEFT writes the model's name into it
     # TRL 1.14 draws the weights of a new adapter before it sets the seed.
     set_seed(args.seed)
     return trainer_class(
@@ -95,7 +100,7 @@ def build_trainer(trainer_class, output_dir, *, model=None, rewards=reward_even_
         args=args,
         train_dataset=build_dataset() if dataset is None else dataset,
         processing_class=build_tokenizer(),
-        **(extras or {}),
+        **extras,
     )
 
 
@@ -147,43 +152,6 @@ def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
     assert not different, f"{len(different)} of {len(one)} weights differ, first {different[0]}"
 
 
-# ---- An account of the log-probs that shares no code with the package ----
-
-
-def plain_model(policy, adapter: str | None = "default") -> Qwen2ForCausalLM:
-    """The policy as a plain transformers model: the weights copied, an adapter merged by hand."""
-    plain = build_model()
-    if not isinstance(policy, PeftModel):
-        plain.load_state_dict(policy.state_dict())
-        return plain.eval()
-    state = policy.get_base_model().state_dict()
-    merged = {name.replace(".base_layer", ""): value.clone() for name, value in state.items() if "lora_" not in name}
-    if adapter is not None:
-        config = policy.peft_config[adapter]
-        ending = f".lora_A.{adapter}.weight"
-        for name in [name for name in state if name.endswith(ending)]:
-            stem = name.removesuffix(ending)
-            product = state[f"{stem}.lora_B.{adapter}.weight"] @ state[name]
-            merged[f"{stem}.weight"] += config.lora_alpha / config.r * product
-    plain.load_state_dict(merged)
-    return plain.eval()
-
-
-@torch.no_grad()
-def log_distributions(model, batch: dict, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs of every token at every position of the completions, `(B, T, V)`."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    length = batch["completion_ids"].size(1)
-    return torch.log_softmax(logits[:, -length - 1 : -1].double() / temperature, dim=-1)
-
-
-def sampled_logps(model, batch: dict, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs of the completion tokens, `(B, T)`."""
-    return log_distributions(model, batch, temperature).gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
-
-
 # ---- What passes through TRL's own methods ----
 
 
@@ -203,7 +171,7 @@ class Recorder:
         batch = super()._generate_and_score_completions(inputs)
         batch["row"] = torch.arange(len(batch["completion_ids"]))
         mode = "train" if self.model.training else "eval"
-        self.generated.append({"policy": policy, "mode": mode, "inputs": copy.copy(inputs)} | batch)
+        self.generated.append({"policy": policy, "mode": mode, "inputs": inputs} | batch)
         return batch
 
     def _compute_loss(self, model, inputs):
@@ -213,8 +181,40 @@ class Recorder:
         return loss
 
 
+class TotalRecorder:
+    """Put on top of a KLX trainer, it adds to each recorded loss what the trainer made of it."""
+
+    def _compute_loss(self, model, inputs):
+        total = super()._compute_loss(model, inputs)
+        self.losses[-1]["total"] = total.detach().clone()
+        return total
+
+
 def recording(trainer_class):
-    """The trainer with a [`Recorder`] below it."""
+    """The trainer with a [`Recorder`] between it and TRL's."""
     host = GRPOTrainer if issubclass(trainer_class, GRPOTrainer) else RLOOTrainer
     below = type(f"Recorded{host.__name__}", (Recorder, host), {})
-    return type(f"Recording{trainer_class.__name__}", (trainer_class, below), {})
+    return type(f"Recording{trainer_class.__name__}", (TotalRecorder, trainer_class, below), {})
+
+
+# ---- Rollouts that depend on nothing but the prompt ----
+
+
+def scripted_completion(prompt: str, generation: int) -> list[int]:
+    """A completion of 2 to 6 tokens, some ended by EOS, that is a function of the prompt and its place in the group."""
+    draw = random.Random(f"{prompt}|{generation}")
+    tokens = [draw.randrange(len(SPECIALS), len(SPECIALS) + len(WORDS)) for _ in range(draw.randrange(2, 7))]
+    return tokens[:-1] + [1] if draw.random() < 0.5 else tokens
+
+
+def scripted_rollout(prompts: list[str], trainer) -> dict:
+    """A `rollout_func` of [`scripted_completion`]s, the same however the batch is spread over processes."""
+    training = trainer.model.training
+    generations = trainer.num_generations if training else trainer.num_generations_eval
+    first = trainer.accelerator.process_index * len(prompts)
+    completions = [scripted_completion(prompt, (first + i) % generations) for i, prompt in enumerate(prompts)]
+    return {
+        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+        "completion_ids": completions,
+        "logprobs": None,
+    }

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import glob
 import hashlib
 import json
 import math
@@ -12,7 +13,14 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from safetensors.torch import load_file
 from torch import nn
 
@@ -122,7 +130,7 @@ def copy_trained_adapter(model: PeftModel) -> str:
     weights = get_peft_model_state_dict(model, adapter_name=source, save_embedding_layers=False)
     weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
     _attach(model, config, weights)
-    # PEFT makes new adapters in fp32; a copy that computes in another precision would be off from the start.
+    # A copy that computes in another precision than the original would be off from the start.
     originals = adapter_tensors(model, source)
     for name, parameter in adapter_tensors(model, REFERENCE_ADAPTER, as_name=source).items():
         parameter.data = parameter.data.to(originals[name].dtype)
@@ -195,13 +203,16 @@ def _local_folder(path: str) -> str:
 def _read_config(folder: str) -> PeftConfig:
     file = os.path.join(folder, CONFIG_FILE)
     if not os.path.isfile(file):
-        raise _BadAdapterError(f"it has no `{CONFIG_FILE}`.")
+        hint = " It holds a full model." if glob.glob(os.path.join(glob.escape(folder), "model*.safetensors")) else ""
+        raise _BadAdapterError(f"it has no `{CONFIG_FILE}`.{hint}")
     try:
         with open(file, encoding="utf-8") as stream:
             content = json.load(stream)
         if not isinstance(content, dict):
             raise ValueError("not a JSON object")
-        known = {f.name for f in fields(PeftConfig.from_peft_type(peft_type=content.get("peft_type")))}
+        if content.get("peft_type") not in list(PEFT_TYPE_TO_CONFIG_MAPPING):
+            raise ValueError(f"unknown peft_type {content.get('peft_type')!r}")
+        known = {f.name for f in fields(PEFT_TYPE_TO_CONFIG_MAPPING[content["peft_type"]])}
         unknown = sorted(name for name, value in content.items() if value and name not in known - {"runtime_config"})
         if unknown:
             raise ValueError(f"the installed PEFT knows no setting {unknown[0]!r}")
@@ -275,7 +286,7 @@ def _fit(model: PeftModel, config: PeftConfig, weights: dict[str, torch.Tensor])
     """The weights to attach. Refuses those that do not fit the model exactly, name by name and shape by shape."""
     skeleton = _weightless_copy(model)
     try:
-        with _rng_kept(model):
+        with rng_kept(model):
             skeleton.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(config), low_cpu_mem_usage=True)
         expected = get_peft_model_state_dict(skeleton, adapter_name=REFERENCE_ADAPTER, save_embedding_layers=False)
     except Exception as error:
@@ -328,7 +339,7 @@ def _without_base_weights(model: PeftModel, weights: dict, expected: dict) -> di
 
 
 @contextmanager
-def _rng_kept(model: nn.Module) -> Iterator[None]:
+def rng_kept(model: nn.Module) -> Iterator[None]:
     """New adapters are initialised at random; the rollouts of a seeded run must not depend on that."""
     with torch.random.fork_rng({parameter.device for parameter in model.parameters() if parameter.is_cuda}):
         yield
@@ -336,8 +347,11 @@ def _rng_kept(model: nn.Module) -> Iterator[None]:
 
 def _attach(model: PeftModel, config: PeftConfig, weights: dict[str, torch.Tensor]) -> None:
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    with _rng_kept(model):
+    with rng_kept(model):
         model.add_adapter(REFERENCE_ADAPTER, config)
+    for name, parameter in adapter_tensors(model, REFERENCE_ADAPTER).items():
+        if ".lora_" in name and parameter.dtype.itemsize < 4:
+            parameter.data = parameter.data.float()  # as PEFT loads adapters, and its later versions add them
     set_peft_model_state_dict(model, weights, adapter_name=REFERENCE_ADAPTER)
     model.base_model.set_adapter(model.active_adapters)
     for parameter, flag in flags:

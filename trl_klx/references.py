@@ -1,16 +1,17 @@
 """The reference: which frozen policy the KL is measured against, and how to run it."""
 
 import copy
+import functools
 import os
 import re
-from collections.abc import Iterator
+import types
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
-from safetensors.torch import load_file
 from torch import nn
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer import utils as trl_utils
@@ -23,6 +24,7 @@ from .adapters import (
     copy_trained_adapter,
     hash_tensors,
     load_reference_adapter,
+    rng_kept,
     trained_adapter,
 )
 from .configs import KLXConfigMixin
@@ -183,17 +185,20 @@ def resolve_reference(args: KLXConfigMixin, policy: nn.Module, accelerator: Acce
     checkpoint = _checkpoint_folder(args.output_dir, step) if step else None
 
     if is_peft_model(policy):
+        own = {id(weight) for name in policy.peft_config for weight in adapter_tensors(policy, name).values()}
+        _check_base_is_frozen(policy, own)
         if mover is not None:
             copy_trained_adapter(policy)
             return AdapterReference(policy, REFERENCE_ADAPTER, {"kind": kind}, mover)
         if path is not None:
             identity = {"kind": "adapter", "path": path, "hash": load_reference_adapter(policy, path)}
         elif checkpoint is not None:
-            identity = {"kind": "step", "step": step, "hash": load_reference_adapter(policy, checkpoint)}
+            identity = {"kind": "step", "step": step, "hash": _load_adapter(policy, checkpoint)}
         elif step == 0:
             identity = {"kind": "step", "step": 0, "hash": copy_trained_adapter(policy)}
         else:
-            return AdapterReference(policy, None, {"kind": "base", "hash": fingerprint(policy.get_base_model())})
+            identity = {"kind": "base", "hash": fingerprint(policy.get_base_model(), without=own)}
+            return AdapterReference(policy, None, identity)
         return AdapterReference(policy, REFERENCE_ADAPTER, identity)
 
     if path is not None:
@@ -221,10 +226,15 @@ def saved_steps(output_dir: str) -> list[int]:
     return sorted(int(match.group(1)) for match in matches if match)
 
 
-def fingerprint(model: nn.Module) -> str:
-    """A hash of a sample of every weight: cheap for any size, and different for models that are."""
+def fingerprint(model: nn.Module, without: Collection[int] = ()) -> str:
+    """
+    A hash of a sample of every weight but those whose `id` is in `without`: cheap for any size, and different for
+    models that were trained apart.
+    """
     sample = {}
     for name, weight in model.named_parameters():
+        if id(weight) in without:
+            continue
         flat = weight.detach().reshape(-1)
         stride = max(1, flat.numel() // 256)
         sample[name] = flat[::stride][:256].float()
@@ -243,6 +253,21 @@ def _checkpoint_folder(output_dir: str, step: int) -> str:
     return folder
 
 
+def _check_base_is_frozen(policy: nn.Module, own: Collection[int]) -> None:
+    trained = [name for name, weight in policy.named_parameters() if weight.requires_grad and id(weight) not in own]
+    if trained:
+        raise ValueError(
+            f"The policy trains {trained[0]!r}, a weight of the base model, which the KL reference shares and which would "
+            "move it. Train with `bias='none'` and through `modules_to_save`, or without an adapter."
+        )
+
+
+def _load_adapter(policy: nn.Module, checkpoint: str) -> str:
+    # PEFT saves an adapter of any other name than "default" into a folder of that name.
+    folder = os.path.join(checkpoint, trained_adapter(policy))
+    return load_reference_adapter(policy, folder if os.path.isdir(folder) else checkpoint)
+
+
 def add_trl_lm_head(model: nn.Module, temperature: float, cast_lm_head_to_fp32: bool) -> None:
     """Give a model that TRL has not seen the LM head through which TRL computes log-probs, where it has one."""
     add_fused_lm_head = getattr(trl_utils, "add_fused_lm_head", None)
@@ -253,37 +278,57 @@ def add_trl_lm_head(model: nn.Module, temperature: float, cast_lm_head_to_fp32: 
 def _frozen_copy(policy: nn.Module, share: bool) -> nn.Module:
     """A frozen copy of the policy as it is now. Weights that are not trained never change, and can be shared."""
     frozen = (parameter for parameter in policy.parameters() if not parameter.requires_grad)
-    shared = {id(parameter): parameter for parameter in frozen} if share else {}
-    model = copy.deepcopy(policy, shared).requires_grad_(False).eval()
-    head = model.get_output_embeddings()
-    if "forward" in vars(head):
-        # An fp32 LM head computes through a closure over the policy's weights, which a copy would go on reading.
-        del head.forward
-        head.register_forward_pre_hook(lambda module, args: (args[0].float(), *args[1:]))
+    memo = {id(parameter): parameter for parameter in frozen} if share else {}
+    model = copy.deepcopy(policy, memo).requires_grad_(False).eval()
+    for module in model.modules():
+        if "forward" in vars(module):
+            module.forward = _rebind(module.forward, memo)
     return model
 
 
+def _rebind(value: Any, memo: dict[int, Any]) -> Any:
+    """
+    What `value` is for the copy that `memo` knows of. TRL patches forwards with closures over the policy, which a deep
+    copy would go on reading, since to `copy` a function is a constant.
+    """
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, functools.partial):
+        arguments = (_rebind(argument, memo) for argument in value.args)
+        return functools.partial(_rebind(value.func, memo), *arguments, **value.keywords)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(_rebind(value.__func__, memo), _rebind(value.__self__, memo))
+    if not isinstance(value, types.FunctionType) or value.__closure__ is None:
+        return value
+    cells = tuple(types.CellType() for _ in value.__closure__)
+    rebound = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    rebound.__kwdefaults__ = value.__kwdefaults__
+    rebound.__dict__.update(value.__dict__)
+    memo[id(value)] = rebound
+    for cell, original in zip(cells, value.__closure__, strict=True):
+        cell.cell_contents = _rebind(original.cell_contents, memo)
+    return rebound
+
+
 def _load_weights(model: nn.Module, folder: str) -> None:
-    files = sorted(name for name in os.listdir(folder) if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name))
-    if not files:
-        hint = " It holds an adapter, but the policy has none." if WEIGHTS_FILE in os.listdir(folder) else ""
+    names = os.listdir(folder)
+    if not any(re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name) for name in names):
+        hint = " It holds an adapter, but the policy has none." if WEIGHTS_FILE in names else ""
         raise ValueError(f"Cannot use {folder!r} as KL reference: it has no `model.safetensors`.{hint}")
-    slots = model.state_dict()
-    loaded: set[int] = set()
-    for file in files:
-        try:
-            weights = load_file(os.path.join(folder, file), device="cpu")
-            result = model.load_state_dict(weights, strict=False)
-        except Exception as error:
-            raise ValueError(f"Cannot use {folder!r} as KL reference: {file!r} cannot be loaded ({error}).") from error
-        if result.unexpected_keys:
-            raise ValueError(
-                f"Cannot use {folder!r} as KL reference: {result.unexpected_keys[0]!r} has no place in the model."
+    # Lossless also where TRL keeps the LM head in a higher precision than the rest.
+    dtypes = {weight.dtype for weight in model.parameters()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    try:
+        with rng_kept(model):
+            # The class's own loader, because the names in the file need not be those of the modules.
+            loaded, info = type(model).from_pretrained(
+                folder, config=model.config, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
-        loaded.update(slots[name].data_ptr() for name in weights)
-    # Tied weights are saved once, under one of their names.
-    missing = [name for name, slot in slots.items() if slot.data_ptr() not in loaded]
-    if missing:
-        raise ValueError(f"Cannot use {folder!r} as KL reference: {missing[0]!r} is missing.")
+        misfits = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
+        if misfits:
+            raise ValueError(f"{sorted(map(str, misfits))[0]!r} is missing, or has no place in the model")
+        model.load_state_dict(loaded.state_dict())
+    except Exception as error:
+        raise ValueError(f"Cannot use {folder!r} as KL reference: its weights cannot be loaded ({error}).") from error
     if not all(torch.isfinite(weight).all() for weight in model.parameters()):
         raise ValueError(f"Cannot use {folder!r} as KL reference: its weights hold NaN or infinite values.")

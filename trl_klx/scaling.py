@@ -9,7 +9,8 @@ import torch
 class RewardScaler:
     """
     Divides scores by a standard deviation, then clips them. The deviation is that of all scores so far (`"running"`) or
-    of the first rollout (`"ref"`), over all processes; the mean is never taken away, since the baseline does that.
+    that of the first rollouts, up to the first whose scores differ (`"ref"`), over all processes; the mean is never
+    taken away, since the baseline does that.
 
     Args:
         kind (`str`):
@@ -56,7 +57,7 @@ class RewardScaler:
             if update:
                 seen = [score for score in scores[valid].tolist() if math.isfinite(score)]
                 self._observe(seen)
-                if self.reference_std is None and seen:
+                if self.reference_std is None and self.squares > 0.0:
                     self.reference_std = self.std
             scores = scores / (self.std if self.kind == "running" else self.reference_std or 1.0)
         if self.cliprange is not None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from typing import Any
 
 from safetensors.torch import load_file, save_file
@@ -17,8 +16,8 @@ STATE_VERSION = 1
 
 def _replace(path: str, write) -> None:
     """Write beside the file and rename, so that a reader finds the old file, the new one or none, never a torn one."""
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f".{os.path.basename(path)}.")
-    os.close(handle)
+    # Not from `tempfile`, whose files none but the owner may read.
+    temporary = f"{path}.{os.getpid()}.tmp"
     try:
         write(temporary)
         # A rename that survives a power cut while the data does not would leave an empty file.
@@ -26,7 +25,8 @@ def _replace(path: str, write) -> None:
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        if os.path.exists(temporary):
+            os.unlink(temporary)
         raise
 
 

@@ -1,7 +1,8 @@
 """The value function of PPO: a head on the policy's backbone, or a model of its own."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -66,8 +67,9 @@ class ValueModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """`(B, L)` tokens to `(B, L)` values."""
-        hidden = self.model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        return self.model.score(hidden).squeeze(-1)
+        model = causal_lm(self.model)  # without the wrapper of PEFT, whose layers are inside
+        hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        return model.score(hidden).squeeze(-1)
 
 
 class ValueFunction:
@@ -92,6 +94,9 @@ class ValueFunction:
         if isinstance(module, ValueHead):
             causal_lm(policy).base_model.register_forward_hook(self._after_backbone)
         policy.register_forward_hook(self._after_policy, with_kwargs=True)
+        # A user may save the policy without going through the trainer. Partials, because a copy of the policy then
+        # saves itself, where a closure would go on saving the original.
+        policy.save_pretrained = functools.partial(call_without_value, policy, policy.save_pretrained)
 
     def _after_backbone(self, module, args, output) -> None:
         if self._keep is not None:
@@ -117,20 +122,32 @@ class ValueFunction:
         finally:
             self._keep, self._recorded = None, []
 
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def hidden(self) -> AbstractContextManager[None]:
         """Take the value function off the policy while its weights are saved, loaded or sent elsewhere."""
-        del self.policy._modules[VALUE_MODULE]
-        try:
-            yield
-        finally:
-            self.policy._modules[VALUE_MODULE] = self.module
+        return _without_value(self.policy)
+
+
+@contextmanager
+def _without_value(policy: nn.Module) -> Iterator[None]:
+    # Sharding may have wrapped the module, so what comes back is what was there.
+    module = policy._modules.pop(VALUE_MODULE, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            policy._modules[VALUE_MODULE] = module
+
+
+def call_without_value(policy: nn.Module, method: Callable, *args, **kwargs):
+    """Call something that goes through the policy's parameters, with the value function taken off."""
+    with _without_value(policy):
+        return method(*args, **kwargs)
 
 
 def freeze_bottom_layers(policy: nn.Module, num_layers_unfrozen: int) -> None:
     """
-    Freeze the embeddings and all but the top `num_layers_unfrozen` layers. The final norm stays trainable, and so does
-    an LM head that is not tied to the embeddings.
+    Freeze the embeddings, those of positions too, and all but the top `num_layers_unfrozen` layers. The final norm stays
+    trainable, and so does an LM head that is not tied to the embeddings.
     """
     model = causal_lm(policy)
     depth = model.config.get_text_config().num_hidden_layers
@@ -142,4 +159,7 @@ def freeze_bottom_layers(policy: nn.Module, num_layers_unfrozen: int) -> None:
         )
     for layer in stacks[0][: depth - num_layers_unfrozen]:
         layer.requires_grad_(False)
-    model.get_input_embeddings().requires_grad_(False)
+    layers = set(stacks[0].modules())
+    for name, module in model.base_model.named_modules():
+        if module not in layers and (isinstance(module, nn.Embedding) or "embed" in name):
+            module.requires_grad_(False)

@@ -1,6 +1,5 @@
 """KL control as a mixin over TRL's trainers: measure, adjust, update, log."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -93,14 +92,13 @@ class KLXTrainerMixin(KLXCheckpointMixin):
     # Class-level, because TRL's generation must also run on trainers that were never initialised.
     _klx_tap: Callable[[Scored], None] | None = None
 
-    def __init__(self, *args, **kwargs):
-        config = inspect.signature(super().__init__).bind(*args, **kwargs).arguments["args"]
-        if not isinstance(config, self._config_class):
+    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+        if not isinstance(args, self._config_class):
             raise TypeError(
                 f"`args` of {type(self).__name__} must be a `{self._config_class.__name__}`, which has the KL fields, "
-                f"got `{type(config).__name__}`."
+                f"got `{type(args).__name__}`."
             )
-        super().__init__(*args, **kwargs)
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._klx_prepare_policy(self.accelerator.unwrap_model(self.model))
         if not self.args.kl_enabled:
             return

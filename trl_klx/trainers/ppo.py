@@ -1,35 +1,29 @@
 """PPO on TRL's present stack, with KL control."""
 
 import functools
-import os
+import textwrap
 import warnings
-from collections import defaultdict
 
 import torch
-from accelerate.utils import is_peft_model
-from datasets import Dataset, IterableDataset
-from safetensors.torch import load_file, save_file
+from accelerate.utils import gather, is_peft_model
 from torch import nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
-from ..adapters import adapter_tensors, hash_tensors
-from ..advantages import masked_moments, whiten_with_moments
-from ..gae import clipped_value_loss, compute_gae, explained_variance, shape_rewards
+from ..adapters import adapter_tensors, hash_tensors, trained_adapter
+from ..advantages import masked_moments, sequence_means, whiten_with_moments
+from ..gae import clipped_value_loss, compute_gae, shape_rewards
 from ..references import AdapterReference, KLReference, ModelReference, add_trl_lm_head, fingerprint
 from ..scaling import RewardScaler
 from ..scoring import Scored, causal_lm
-from ..state import read_json, write_json
-from ..values import VALUE_MODULE, ValueFunction, ValueHead, ValueModel, freeze_bottom_layers
+from ..values import ValueFunction, ValueHead, ValueModel, call_without_value, freeze_bottom_layers
 from .grpo import KLXGRPOTrainer
+from .ppo_checkpointing import PPOCheckpointMixin
 from .ppo_config import KLXPPOConfig
+from .ppo_inputs import activate_adapter, check_ref_model, collect_rewards, train_with_optimizer, with_prompts
+from .ppo_metrics import PPOMetrics
 
 
-VALUE_FILE = "value_function.safetensors"
-STATE_FILE = "ppo_state.json"
-
-
-class KLXPPOTrainer(KLXGRPOTrainer):
+class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
     """
     Proximal Policy Optimization on TRL's GRPO machinery: text and conversational prompts, reward functions and reward
     models, PEFT, tools, vLLM and continuous batching as in [`~trl.GRPOTrainer`], with a value function, generalized
@@ -72,11 +66,21 @@ class KLXPPOTrainer(KLXGRPOTrainer):
 
     _tag_names = ["trl", "ppo", "trl-klx"]
     _name = "PPO"
+    _paper = {
+        "title": "Proximal Policy Optimization Algorithms",
+        "id": "1707.06347",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{schulman2017proximal,
+                title        = {{Proximal Policy Optimization Algorithms}},
+                author       = {John Schulman and Filip Wolski and Prafulla Dhariwal and Alec Radford and Oleg Klimov},
+                year         = 2017,
+                eprint       = {arXiv:1707.06347}
+            }"""),
+    }
     _config_class = KLXPPOConfig
     _klx_host_placements = ("loss",)
-    value_function: ValueFunction | None = None
     _ppo_scores_reference = False
-    _ppo_saving_checkpoint = False
 
     def __init__(
         self,
@@ -97,28 +101,28 @@ class KLXPPOTrainer(KLXGRPOTrainer):
         reward_processing_classes=None,
         **kwargs,
     ):
+        if args is not None and not isinstance(args, KLXPPOConfig):
+            raise TypeError(f"`args` must be a `KLXPPOConfig`, got `{type(args).__name__}`.")
         model = (args.sft_model_path if args is not None else None) if model is None else model
         if model is None:
             raise ValueError("`model` is required. Pass a policy, or set `sft_model_path` in the config.")
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = KLXPPOConfig(f"{model_name.split('/')[-1]}-PPO")
-        if ref_model is not None and ref_model is model:
-            raise ValueError("`ref_model` must not be the policy itself. Pass a copy, or leave it unset.")
         if data_collator is not None:
             warnings.warn("`data_collator` is not used: the trainer pads the prompts itself.", stacklevel=2)
+        check_ref_model(args, model, ref_model)
         self._ppo_ref_model = ref_model
-        reward_funcs, reward_processing_classes = self._ppo_rewards(
-            args, reward_model, reward_funcs, reward_processing_classes, processing_class
+        reward_funcs, reward_processing_classes = collect_rewards(
+            args, reward_model, reward_funcs, reward_processing_classes, processing_class, value_model
         )
-        if is_peft_model(model) and args.model_adapter_name is not None:
-            model.set_adapter(args.model_adapter_name)
+        activate_adapter(model, peft_config, args.model_adapter_name)
         super().__init__(
             model,
             reward_funcs,
             args,
-            train_dataset=_with_prompts(train_dataset, processing_class),
-            eval_dataset=_with_prompts(eval_dataset, processing_class),
+            train_dataset=with_prompts(train_dataset, processing_class, args.dataset_num_proc),
+            eval_dataset=with_prompts(eval_dataset, processing_class, args.dataset_num_proc),
             processing_class=processing_class,
             reward_processing_classes=reward_processing_classes,
             callbacks=callbacks,
@@ -128,27 +132,17 @@ class KLXPPOTrainer(KLXGRPOTrainer):
         )
         policy = self.accelerator.unwrap_model(self.model)
         self.value_function = ValueFunction(policy, self._ppo_value_module(policy, value_model))
+        if self.optimizer is not None:
+            train_with_optimizer(self.optimizer, self.lr_scheduler, self.value_function.module)
         self._ppo_scaler = RewardScaler(self.args.reward_scaling, self.args.cliprange_reward)
-        self._ppo_sums: dict[str, dict[str, torch.Tensor]] = {"train": defaultdict(float), "eval": defaultdict(float)}
+        self._ppo_metrics = {"train": PPOMetrics(), "eval": PPOMetrics()}
         self._ppo_stop_at(policy)
         if self.use_vllm:
             # vLLM is sent every parameter of the policy, and has no place for a value function.
-            self.vllm_generation.sync_weights = self._ppo_without_value(self.vllm_generation.sync_weights)
+            sync_weights = self.vllm_generation.sync_weights
+            self.vllm_generation.sync_weights = functools.partial(call_without_value, policy, sync_weights)
 
     # ---- Construction ----
-
-    @staticmethod
-    def _ppo_rewards(args, reward_model, reward_funcs, reward_processing_classes, processing_class):
-        if reward_model is None and reward_funcs is None:
-            reward_model = args.reward_model_path
-        funcs = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        if reward_model is None:
-            return funcs or None, reward_processing_classes
-        classes = reward_processing_classes
-        classes = [None] * len(funcs) if classes is None else classes if isinstance(classes, list) else [classes]
-        # A reward model given by path brings its own tokenizer.
-        own = None if isinstance(reward_model, str) else processing_class
-        return [*funcs, reward_model], [*classes, own]
 
     def _ppo_value_module(self, policy: nn.Module, value_model: nn.Module | None) -> nn.Module:
         if value_model is not None:
@@ -173,13 +167,21 @@ class KLXPPOTrainer(KLXGRPOTrainer):
         if name is not None:
             if not is_peft_model(policy) or name not in policy.peft_config:
                 known = list(policy.peft_config) if is_peft_model(policy) else []
-                raise ValueError(f"`ref_adapter_name={name!r}` is not an adapter of the policy, which has {known}.")
+                raise ValueError(
+                    f"`ref_adapter_name={name!r}` is not an adapter of the policy, which has {known}. Load it into the "
+                    "policy, or give its folder as `kl_ref_adapter_path`."
+                )
+            if name == trained_adapter(policy):
+                raise ValueError(
+                    f"`ref_adapter_name={name!r}` is the adapter that is trained: the KL would always be 0. Set "
+                    "`model_adapter_name` to the one to train, or choose another reference."
+                )
             identity = {"kind": "adapter", "path": name, "hash": hash_tensors(adapter_tensors(policy, name))}
             return AdapterReference(policy, name, identity)
         if self._ppo_ref_model is None:
             return super()._klx_build_reference(policy)
         model = self._ppo_ref_model.requires_grad_(False).eval()
-        add_trl_lm_head(model, self.temperature, self.args.cast_lm_head_to_fp32)
+        add_trl_lm_head(causal_lm(model), self.temperature, self.args.cast_lm_head_to_fp32)
         return ModelReference(policy, model, {"kind": "model", "hash": fingerprint(model)}, self.accelerator)
 
     def _klx_add_reward_func(self) -> None:
@@ -187,18 +189,38 @@ class KLXPPOTrainer(KLXGRPOTrainer):
 
     def _ppo_stop_at(self, policy: nn.Module) -> None:
         """Let a token or a text of the user's end a completion, beside EOS."""
-        if self.args.stop_token_id is not None and self.args.stop_token_id not in self.eos_token_ids:
-            self.eos_token_ids.append(self.args.stop_token_id)
-        if not self.args.stop_strings:
-            return
-        if self.use_vllm or self.use_transformers_continuous_batching:
-            raise ValueError(
-                f"`stop_strings={self.args.stop_strings}` works with plain generation only. With vLLM, set "
-                "`generation_kwargs={'stop': [...]}`."
-            )
-        self.generation_config.stop_strings = self.args.stop_strings
-        # `generate` matches texts through the tokenizer, which TRL does not hand it.
-        policy.generate = functools.partial(policy.generate, tokenizer=self._tokenizer)
+        stop = self.args.stop_token_id
+        if stop is not None and stop not in self.eos_token_ids:
+            # Not in place: the list may be that of the policy's own generation config.
+            self.eos_token_ids = [*self.eos_token_ids, stop]
+            self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
+        if self.args.stop_strings:
+            self.generation_config.stop_strings = self.args.stop_strings
+            # `generate` matches texts through the tokenizer, which TRL does not hand it.
+            policy.generate = functools.partial(policy.generate, tokenizer=self._tokenizer)
+
+    # ---- Generation ----
+
+    def _ppo_stopped(self, ids: list[int]) -> bool:
+        """Whether a completion holds one of the texts that end it."""
+        stops = self.args.stop_strings
+        if not stops:
+            return False
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(stop in text for stop in stops)
+
+    def _generate_single_turn(self, *args, **kwargs):
+        completion_ids, *others = super()._generate_single_turn(*args, **kwargs)
+        if self.args.stop_strings:
+            # TRL ends a completion at EOS. After a text, `generate` goes on with padding up to the longest completion.
+            completion_ids = [self._ppo_unpadded(ids) for ids in completion_ids]
+        return completion_ids, *others
+
+    def _ppo_unpadded(self, ids: list[int]) -> list[int]:
+        end = len(ids)
+        while end > 1 and ids[end - 1] == self._tokenizer.pad_token_id:
+            end -= 1
+        return ids[:end] if self._ppo_stopped(ids[:end]) else ids
 
     # ---- Forward passes ----
 
@@ -209,6 +231,11 @@ class KLXPPOTrainer(KLXGRPOTrainer):
             return super()._klx_forward(model, args, kwargs)
         with self.value_function.recording(logits_to_keep=args[2]) as values:
             output = super()._klx_forward(model, args, kwargs)
+            if not values:
+                raise ValueError(
+                    "The policy was not called as a whole, so that there are no values. TRL before 1.15 does so with "
+                    "`use_liger_kernel=True`: set it to False."
+                )
             self._ppo_values = torch.cat(values)  # (B, T)
         return output
 
@@ -239,7 +266,7 @@ class KLXPPOTrainer(KLXGRPOTrainer):
         if batch["advantages"].dim() == 1:
             batch["klx_adjustment"] = adjustment  # until there are advantages
         else:
-            batch["advantages"] = batch["advantages"] + adjustment
+            batch["advantages"] = batch["advantages"] + adjustment * batch["ppo_mask"]
 
     def _generate_and_score_completions(self, inputs):
         self._ppo_values = None
@@ -266,12 +293,22 @@ class KLXPPOTrainer(KLXGRPOTrainer):
         if "klx_adjustment" in batch:
             advantages = advantages + batch.pop("klx_adjustment") * mask
         batch |= {"advantages": advantages, "ppo_values": values, "ppo_returns": returns, "ppo_mask": mask}
-        count = scorable.sum()
-        self._ppo_add(mode, "score", (scores * scorable).sum(), count)
-        self._ppo_add(mode, "non_score_reward", (non_score * scorable).sum(), count)
-        self._ppo_add(mode, "explained_variance", explained_variance(values, returns, mask), torch.ones_like(count))
-        # A group of one has no spread, which says nothing about PPO.
+        metrics, count = self._ppo_metrics[mode], scorable.sum()
+        metrics.add_mean("score", (scores * scorable).sum(), count)
+        metrics.add_mean("non_score_reward", (non_score * scorable).sum(), count)
+        metrics.add_returns(values, returns, mask)
+        self._ppo_correct_logs(mode, advantages, mask)
+
+    def _ppo_correct_logs(self, mode: str, advantages: torch.Tensor, mask: torch.Tensor) -> None:
+        """Put PPO's advantages in the place of those of groups in what TRL logs."""
+        # How many groups have no spread says nothing about PPO.
         self._metrics[mode].pop("frac_reward_zero_std", None)
+        if self.log_completions:
+            means = gather(sequence_means(advantages, mask).squeeze(1)).tolist()
+            logged = self._logs["advantages"]
+            for _ in range(min(len(means), len(logged))):
+                logged.pop()
+            logged.extend(means)
 
     def _ppo_score(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """The score of each completion of this process, and whether it has one."""
@@ -283,10 +320,18 @@ class KLXPPOTrainer(KLXGRPOTrainer):
         local = slice(self.accelerator.process_index * size, (self.accelerator.process_index + 1) * size)
         scores, scorable = scores[local], ~unscorable[local]
         if self.args.missing_eos_penalty is not None:
-            eos = torch.tensor(self.eos_token_ids, device=scores.device)
-            ended = (torch.isin(batch["completion_ids"], eos) & batch["completion_mask"].bool()).any(dim=1)
-            scores = torch.where(ended, scores, scores - self.args.missing_eos_penalty)
+            scores = torch.where(self._ppo_ended(batch), scores, scores - self.args.missing_eos_penalty)
         return scores, scorable
+
+    def _ppo_ended(self, batch: dict) -> torch.Tensor:
+        """Which completions came to an end of their own. With tools, an EOS token ends every turn: the last one counts."""
+        ids, lengths = batch["completion_ids"], batch["completion_mask"].sum(1)
+        last = ids.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+        ended = torch.isin(last, torch.tensor(self.eos_token_ids, device=ids.device))
+        if self.args.stop_strings:
+            rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+            ended = ended | torch.tensor([self._ppo_stopped(row) for row in rows], device=ids.device)
+        return ended
 
     def _ppo_whiten(self, values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
         moments = self.accelerator.reduce(masked_moments(values, mask), reduction="sum")
@@ -308,90 +353,16 @@ class KLXPPOTrainer(KLXGRPOTrainer):
         if mode == "train":
             steps = self.current_gradient_accumulation_steps
             normalizer = normalizer * steps / self.args.steps_per_generation
-        self._ppo_add(mode, "policy_loss", loss.detach() * steps, torch.ones_like(tokens))
-        self._ppo_add(mode, "value_loss", value_loss.detach() * tokens, tokens)
-        self._ppo_add(mode, "value_clip_ratio", clipped * tokens, tokens)
+        metrics = self._ppo_metrics[mode]
+        metrics.add_mean("policy_loss", loss * steps, torch.ones_like(tokens))
+        metrics.add_mean("value_loss", value_loss * tokens, tokens)
+        metrics.add_mean("value_clip_ratio", clipped * tokens, tokens)
         return loss + self.args.vf_coef * value_loss * tokens / normalizer
 
     # ---- Metrics ----
 
-    def _ppo_add(self, mode: str, name: str, total: torch.Tensor, count: torch.Tensor) -> None:
-        """Add to a metric without waiting for the device; `log` does."""
-        self._ppo_sums[mode][name] = self._ppo_sums[mode][name] + torch.stack([total.double(), count.double()])
-
     def log(self, logs, start_time=None):
         mode = self._klx_mode
-        sums = self._ppo_sums[mode]
-        if sums:
-            totals = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum").tolist()
-            for name, (total, count) in zip(sums, totals, strict=True):
-                self._metrics[mode][f"ppo/{name}"].append(total / count if count else float("nan"))
-            sums.clear()
+        for name, value in self._ppo_metrics[mode].pop(self.accelerator).items():
+            self._metrics[mode][f"ppo/{name}"].append(value)
         super().log(logs, start_time)
-
-    # ---- Checkpoints ----
-
-    def _ppo_without_value(self, function):
-        @functools.wraps(function)
-        def hidden(*args, **kwargs):
-            with self.value_function.hidden():
-                return function(*args, **kwargs)
-
-        return hidden
-
-    def _save(self, output_dir=None, state_dict=None):
-        prefix = f"{VALUE_MODULE}."
-        if state_dict is None:
-            values = self.value_function.module.state_dict()
-        else:
-            values = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
-            state_dict = {key: value for key, value in state_dict.items() if not key.startswith(prefix)}
-        with self.value_function.hidden():
-            super()._save(output_dir, state_dict)
-        if self._ppo_saving_checkpoint and self.args.should_save:
-            values = {name: value.detach().cpu().contiguous() for name, value in values.items()}
-            save_file(values, os.path.join(output_dir, VALUE_FILE))
-
-    def _save_checkpoint(self, model, trial):
-        folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        if self.args.should_save:
-            write_json(os.path.join(folder, STATE_FILE), self._ppo_scaler.state_dict())
-        self._ppo_saving_checkpoint = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._ppo_saving_checkpoint = False
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with self.value_function.hidden():
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        path = os.path.join(resume_from_checkpoint, VALUE_FILE)
-        if os.path.isfile(path):
-            self.value_function.module.load_state_dict(load_file(path))
-        else:
-            warnings.warn(
-                f"The checkpoint {resume_from_checkpoint!r} holds no value function: it starts anew.", stacklevel=2
-            )
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, STATE_FILE)):
-            self._ppo_scaler.load_state_dict(read_json(os.path.join(checkpoint, STATE_FILE)))
-
-
-def _with_prompts(dataset, processing_class):
-    """Give tokenized data, as TRL 1.12's PPO took it, the text prompts that TRL's trainers take today."""
-    if isinstance(dataset, dict):
-        return {name: _with_prompts(split, processing_class) for name, split in dataset.items()}
-    if not isinstance(dataset, (Dataset, IterableDataset)):
-        return dataset
-    columns = dataset.column_names or list(next(iter(dataset)))
-    if "prompt" in columns or "input_ids" not in columns:
-        return dataset
-    if processing_class is None:
-        raise ValueError("Tokenized data (`input_ids`) needs a `processing_class` to read it with.")
-
-    def decode(row):
-        return {"prompt": processing_class.decode(row["input_ids"], skip_special_tokens=True)}
-
-    return dataset.map(decode, remove_columns=[name for name in columns if name in ("input_ids", "attention_mask")])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from ..configs import KLXGRPOConfig
+from ..configs import REFERENCE_FIELDS, KLXGRPOConfig, _number, _one_of
 
 
 class _OneGeneration(int):
@@ -21,8 +21,68 @@ RENAMED = {
     "kl_coef": "kl_penalty_coef",
     "response_length": "max_completion_length",
 }
+# Fields of TRL 1.12's PPOConfig that its trainer computed, and what they came from.
+COMPUTED = {
+    "world_size": "the number of processes that are launched",
+    "num_total_batches": "`total_episodes` divided by the completions of a rollout",
+    "batch_size": "`per_device_train_batch_size * gradient_accumulation_steps`, times the number of processes",
+    "local_batch_size": "`per_device_train_batch_size * gradient_accumulation_steps`",
+    "micro_batch_size": "`per_device_train_batch_size`, times the number of processes",
+    "mini_batch_size": "the completions of a rollout divided by `num_mini_batches`",
+    "local_mini_batch_size": "the completions of a rollout on one process divided by `num_mini_batches`",
+}
 REWARD_SCALINGS = ("none", "running", "ref")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+
+# By field: whether a value is sound, what a sound one is, what to set instead. Fields that default to None may be None.
+_VALUES = {
+    "num_generations": (*_number(">= 1", 1, kind=int), "Set it to 1: PPO needs no group."),
+    "num_ppo_epochs": (*_number(">= 1", 1, kind=int), "The default is 4."),
+    "num_mini_batches": (*_number(">= 1", 1, kind=int), "Set it to 1 for one optimizer step per rollout and epoch."),
+    "gamma": (*_number("in [0, 1]", 0.0, 1.0), "Set it to 1.0 for no discount."),
+    "lam": (*_number("in [0, 1]", 0.0, 1.0), "The default is 0.95."),
+    "cliprange": (*_number("> 0", 0.0, above=True), "The default is 0.2."),
+    "cliprange_value": (*_number("> 0", 0.0, above=True), "Set it to a large number such as 1e6 to clip no value."),
+    "vf_coef": (*_number(">= 0", 0.0), "Set it to 0.0 to leave the value function untrained."),
+    "missing_eos_penalty": (*_number(">= 0", 0.0), "It is subtracted. Leave it unset for no penalty."),
+    "reward_scaling": _one_of(REWARD_SCALINGS),
+    "cliprange_reward": (*_number("> 0", 0.0, above=True), "Leave it unset to clip no score."),
+    "num_layers_unfrozen": (*_number(">= 1", 1, kind=int), "Leave it unset to train all layers."),
+    "stop_strings": (
+        lambda value: isinstance(value, list) and value and all(isinstance(stop, str) and stop for stop in value),
+        "a list of texts",
+        'Write it as ["Human:"], or leave it unset.',
+    ),
+    "local_rollout_forward_batch_size": (
+        *_number(">= 1", 1, kind=int),
+        "Leave it unset for `per_device_train_batch_size`.",
+    ),
+    "total_episodes": (*_number(">= 1", 1, kind=int), "Leave it unset and set `max_steps` or `num_train_epochs`."),
+    "stop_token": (*_one_of(("eos",))[:2], "EOS always ends a completion. For another end, set `stop_strings`."),
+    "stop_token_id": (*_number(">= 0", 0, kind=int), "Leave it unset to end at EOS only."),
+    "num_sample_generations": (*_number(">= 0", 0, kind=int), "Set `log_completions=True` instead."),
+    "dataset_num_proc": (*_number(">= 1", 1, kind=int), "Leave it unset for one process."),
+    "loss_type": (
+        *_one_of(LOSS_TYPES)[:2],
+        "Set it to one of them: they are PPO's clipped loss, averaged differently.",
+    ),
+}
+
+# Fields of GRPO that nothing in PPO reads, and what to set instead.
+_INERT = {
+    "scale_rewards": "Set `reward_scaling` and `whiten_advantages` instead.",
+    "multi_objective_aggregation": "The score is the weighted sum of the rewards: set `reward_weights`.",
+    "beta": "Set `kl_penalty_coef`, and `kl_placement='loss'` for a KL term in the loss.",
+    "sync_ref_model": "Set `kl_ref_sync_steps` instead.",
+    "ref_model_sync_steps": "Set `kl_ref_sync_steps` instead.",
+    "ref_model_mixup_alpha": "Set `kl_ref_mixup_alpha` instead.",
+    "sapo_temperature_neg": "It belongs to `loss_type='sapo'`: unset it.",
+    "sapo_temperature_pos": "It belongs to `loss_type='sapo'`: unset it.",
+    "vespo_k_pos": "It belongs to `loss_type='vespo'`: unset it.",
+    "vespo_lambda_pos": "It belongs to `loss_type='vespo'`: unset it.",
+    "vespo_k_neg": "It belongs to `loss_type='vespo'`: unset it.",
+    "vespo_lambda_neg": "It belongs to `loss_type='vespo'`: unset it.",
+}
 
 
 @dataclass
@@ -54,20 +114,22 @@ class KLXPPOConfig(KLXGRPOConfig):
         whiten_rewards (`bool`, *optional*, defaults to `False`):
             Normalise the per-token rewards of a rollout to unit variance.
         missing_eos_penalty (`float`, *optional*):
-            Subtracted from the score of a completion that does not end in an EOS token.
+            Subtracted from the score, after scaling and clipping, of a completion that was cut off: it ends neither in an
+            EOS token nor with one of the `stop_strings`.
         reward_scaling (`str`, *optional*, defaults to `"none"`):
-            Divide the scores by their running standard deviation (`"running"`), by that of the first rollout (`"ref"`),
-            or by nothing (`"none"`).
+            Divide the scores by their running standard deviation (`"running"`), by that of the first rollout whose
+            scores differ (`"ref"`), or by nothing (`"none"`).
         cliprange_reward (`float`, *optional*):
             Clip the scaled scores to `[-cliprange_reward, cliprange_reward]`.
         num_layers_unfrozen (`int`, *optional*):
             Train only the top layers, this many of them. The reference then shares the frozen layers with the policy.
         stop_strings (`list[str]`, *optional*):
-            Texts that end a completion, beside the EOS token.
+            Texts that end a completion, beside the EOS token; they stay in the completion. For TRL's metrics such a
+            completion is clipped.
         local_rollout_forward_batch_size (`int`, *optional*):
             Completions per forward pass outside the loss. If unset, `per_device_train_batch_size`.
         total_episodes (`int`, *optional*):
-            Length of the training in completions over all processes; sets `max_steps`.
+            Length of the training in completions over all processes, rounded up to whole rollouts; sets `max_steps`.
         stop_token (`str`, *optional*):
             `"eos"`, which always ends a completion.
         stop_token_id (`int`, *optional*):
@@ -83,7 +145,7 @@ class KLXPPOConfig(KLXGRPOConfig):
         num_sample_generations (`int`, *optional*):
             A positive number switches `log_completions` on.
         dataset_num_proc (`int`, *optional*):
-            Processes for scripts that preprocess their data; the trainer itself has nothing to preprocess.
+            Processes that turn tokenized data (`input_ids`) into prompts.
         kl_coef (`float`, *optional*):
             Former name of `kl_penalty_coef`.
         response_length (`int`, *optional*):
@@ -123,13 +185,13 @@ class KLXPPOConfig(KLXGRPOConfig):
         default=False, metadata={"help": "Normalise the per-token rewards of a rollout to unit variance."}
     )
     missing_eos_penalty: float | None = field(
-        default=None, metadata={"help": "Subtracted from the score of a completion that does not end in an EOS token."}
+        default=None, metadata={"help": "Subtracted from the score of a completion that was cut off before its end."}
     )
     reward_scaling: str = field(
         default="none",
         metadata={
             "help": "Divide the scores by their running standard deviation ('running'), by that of the first rollout "
-            "('ref'), or by nothing ('none').",
+            "whose scores differ ('ref'), or by nothing ('none').",
             "choices": list(REWARD_SCALINGS),
         },
     )
@@ -174,14 +236,20 @@ class KLXPPOConfig(KLXGRPOConfig):
         default=None, metadata={"help": "A positive number switches `log_completions` on."}
     )
     dataset_num_proc: int | None = field(
-        default=None, metadata={"help": "Processes for scripts that preprocess their data."}
+        default=None, metadata={"help": "Processes that turn tokenized data into prompts."}
     )
     kl_coef: float | None = field(default=None, metadata={"help": "Former name of `kl_penalty_coef`."})
     response_length: int | None = field(default=None, metadata={"help": "Former name of `max_completion_length`."})
 
+    def __new__(cls, *args, **kwargs):
+        for name in COMPUTED.keys() & kwargs.keys():
+            raise ValueError(f"`{name}={kwargs[name]!r}` cannot be set: it is {COMPUTED[name]}. Leave it out.")
+        return super().__new__(cls)
+
     def __post_init__(self):
-        self._map_former_fields()
         self._validate_ppo_values()
+        self._map_former_fields()
+        self._validate_ppo_combinations()
         self.num_iterations = self.num_ppo_epochs
         self.epsilon = self.cliprange
         if self.num_generations == 1:
@@ -191,7 +259,8 @@ class KLXPPOConfig(KLXGRPOConfig):
         self.num_generations = int(self.num_generations)
         if self.total_episodes is not None:
             rollouts = math.ceil(self.total_episodes / self.generation_batch_size)
-            self.max_steps = rollouts * self.num_ppo_epochs * self.num_mini_batches
+            micro_batches = rollouts * self.num_ppo_epochs * self.steps_per_generation
+            self.max_steps = math.ceil(micro_batches / self.gradient_accumulation_steps)
 
     def _default(self, name: str):
         return self.__dataclass_fields__[name].default
@@ -215,16 +284,17 @@ class KLXPPOConfig(KLXGRPOConfig):
         """Turn the number of mini-batches into TRL's terms: micro-batches per rollout and per optimizer step."""
         if self.num_mini_batches == 1:
             return
-        if self.steps_per_generation is not None or self.generation_batch_size is not None:
-            raise ValueError(
-                f"`num_mini_batches={self.num_mini_batches}` splits the rollout, which `steps_per_generation` or "
-                "`generation_batch_size` sizes in TRL's way. Set one or the other."
-            )
+        for name in ("steps_per_generation", "generation_batch_size"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"`num_mini_batches={self.num_mini_batches}` splits the rollout, which "
+                    f"`{name}={getattr(self, name)!r}` sizes in TRL's way. Set one or the other."
+                )
         rollout = self.per_device_train_batch_size * self.gradient_accumulation_steps
         if rollout % self.num_mini_batches:
             raise ValueError(
                 f"`num_mini_batches={self.num_mini_batches}` must divide the rollout of {rollout} completions per "
-                "process (`per_device_train_batch_size * gradient_accumulation_steps`)."
+                "process (`per_device_train_batch_size * gradient_accumulation_steps`). Change one of the three."
             )
         mini_batch = rollout // self.num_mini_batches
         micro_batch = math.gcd(mini_batch, self.per_device_train_batch_size)
@@ -233,33 +303,12 @@ class KLXPPOConfig(KLXGRPOConfig):
         self.steps_per_generation = rollout // micro_batch
 
     def _validate_ppo_values(self):
-        for name, low, high in (("gamma", 0.0, 1.0), ("lam", 0.0, 1.0)):
+        for name, (is_sound, sound, remedy) in _VALUES.items():
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not low <= value <= high:
-                raise ValueError(f"`{name}` must lie in [{low:g}, {high:g}], got {value!r}.")
-        for name in ("cliprange", "cliprange_value", "vf_coef", "cliprange_reward", "missing_eos_penalty"):
-            value = getattr(self, name)
-            optional = self._default(name) is None
-            if not (optional and value is None) and not (
-                isinstance(value, (int, float)) and math.isfinite(value) and value >= 0.0
-            ):
-                raise ValueError(f"`{name}` must be a finite number >= 0, got {value!r}.")
-        for name in (
-            "num_ppo_epochs",
-            "num_mini_batches",
-            "num_layers_unfrozen",
-            "local_rollout_forward_batch_size",
-            "total_episodes",
-        ):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}` must be an integer >= 1, got {value!r}.")
-        if self.reward_scaling not in REWARD_SCALINGS:
-            raise ValueError(f"`reward_scaling` must be one of {list(REWARD_SCALINGS)}, got {self.reward_scaling!r}.")
-        if self.stop_token not in (None, "eos"):
-            raise ValueError(f"`stop_token` must be 'eos' or unset, got {self.stop_token!r}. See `stop_strings`.")
-        if self.loss_type not in LOSS_TYPES:
-            raise ValueError(f"`loss_type` of PPO must be one of {list(LOSS_TYPES)}, got {self.loss_type!r}.")
+            if not is_sound(value) and not (value is None and self._default(name) is None):
+                raise ValueError(f"`{name}` must be {sound}, got {value!r}. {remedy}")
+
+    def _validate_ppo_combinations(self):
         if self.total_episodes is not None and self.max_steps > 0:
             raise ValueError(
                 f"`total_episodes={self.total_episodes}` and `max_steps={self.max_steps}` both set the length of the "
@@ -269,14 +318,52 @@ class KLXPPOConfig(KLXGRPOConfig):
         for theirs, ours in (("epsilon", "cliprange"), ("num_iterations", "num_ppo_epochs")):
             if getattr(self, theirs) not in (self._default(theirs), getattr(self, ours)):
                 raise ValueError(f"`{theirs}={getattr(self, theirs)!r}` is called `{ours}` in PPO. Set `{ours}`.")
-        for name, remedy in (
-            ("scale_rewards", "Set `reward_scaling` and `whiten_advantages` instead"),
-            ("multi_objective_aggregation", "The scores of PPO are the weighted sum of the rewards. Unset it"),
-        ):
+        inert = dict(_INERT)
+        if self.kl_placement != "loss" or self.kl_penalty_coef == 0.0:
+            inert["use_bias_correction_kl"] = "It corrects the KL term of `kl_placement='loss'`: unset it."
+        for name, remedy in inert.items():
             if getattr(self, name) != GRPOConfig.__dataclass_fields__[name].default:
-                raise ValueError(f"`{name}={getattr(self, name)!r}` has no effect in PPO. {remedy}.")
-        if self.ref_adapter_name is not None and self.kl_penalty_coef == 0.0 and not self.kl_monitor:
+                raise ValueError(f"`{name}={getattr(self, name)!r}` has no effect in PPO. {remedy}")
+        self._validate_ppo_adapters()
+        self._validate_ppo_stops()
+
+    def _validate_ppo_adapters(self):
+        name = self.ref_adapter_name
+        if name is None:
+            return
+        if self.kl_penalty_coef == 0.0 and not self.kl_monitor:
             raise ValueError(
-                f"`ref_adapter_name={self.ref_adapter_name!r}` has no effect while `kl_penalty_coef=0.0`. Unset it, or set "
+                f"`ref_adapter_name={name!r}` has no effect while `kl_penalty_coef=0.0`. Unset it, or set "
                 "`kl_monitor=True` to only measure the KL."
+            )
+        if name == self.model_adapter_name:
+            raise ValueError(
+                f"`ref_adapter_name={name!r}` is the adapter that is trained (`model_adapter_name`): the KL would "
+                "always be 0. Choose another adapter."
+            )
+        for field_name in REFERENCE_FIELDS:
+            if getattr(self, field_name) is not None:
+                raise ValueError(
+                    f"Only one reference can be chosen, got `ref_adapter_name={name!r}`, "
+                    f"`{field_name}={getattr(self, field_name)!r}`. Keep one of them and unset the other."
+                )
+
+    def _validate_ppo_stops(self):
+        for name, vllm_name in (("stop_strings", "stop"), ("stop_token_id", "stop_token_ids")):
+            value = getattr(self, name)
+            if value is not None and self.use_vllm:
+                value = value if isinstance(value, list) else [value]
+                raise ValueError(
+                    f"`{name}={getattr(self, name)!r}` is not known to vLLM. Set `generation_kwargs={{{vllm_name!r}: "
+                    f"{value!r}}}` instead."
+                )
+        if self.stop_strings and (self.use_transformers_continuous_batching or self.use_transformers_paged):
+            raise ValueError(
+                f"`stop_strings={self.stop_strings}` cannot be used with `use_transformers_continuous_batching=True`, "
+                "which ends completions at tokens only. Set `stop_token_id`, or switch continuous batching off."
+            )
+        if self.stop_strings and self.mask_truncated_completions:
+            raise ValueError(
+                f"`stop_strings={self.stop_strings}` cannot be used with `mask_truncated_completions=True`, which would "
+                "mask every completion that ends with one of them. Set `missing_eos_penalty` instead."
             )

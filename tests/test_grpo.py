@@ -1,0 +1,728 @@
+"""KLXGRPOTrainer: what its penalty does to real batches of TRL's trainer, in every placement and setting."""
+
+import functools
+import inspect
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+from oracle import centered, centering_sets, counting, discounted, kl_of_tokens, plain_model, sampled_logps
+from tiny import (
+    RUN,
+    build_dataset,
+    build_model,
+    build_trainer,
+    history,
+    logged,
+    lora,
+    recording,
+    reward_even_tokens,
+    scripted_rollout,
+    train,
+    trained_lora,
+    weights,
+)
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_klx import KLController, KLXGRPOConfig, KLXGRPOTrainer, register_kl_controller
+from trl_klx.trainers import grpo
+
+
+ESTIMATORS = ("k1", "k2", "k3", "abs", "full", "trlx", "importance")
+CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+LORA = {"peft_config": lora()}
+# Four groups of two in two micro-batches.
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+
+
+def check_advantages(trainer, reference, estimator="k1", discount=0.0, coefs=None) -> None:
+    """Every advantage that TRL's loss saw is TRL's own plus the centered adjustment, to 1e-5."""
+    centering, temperature = trainer.args.kl_centering, trainer.args.temperature
+    coefs = logged(trainer, "klx/coef") if coefs is None else coefs
+    largest = 0.0
+    for loss in trainer.losses:
+        batch, rows = trainer.generated[loss["rollout"]], loss["row"].tolist()
+        counts = counting(batch)
+        kl = discounted(kl_of_tokens(batch["policy"], reference, batch, estimator, temperature), counts, discount)
+        sets = centering_sets(centering, len(kl), trainer.num_generations, rows)
+        adjustment = centered(kl, counts, coefs[loss["rollout"]], sets)[rows]
+        expected = batch["advantages"][rows].unsqueeze(1) + adjustment
+        torch.testing.assert_close(loss["advantages"], expected, atol=1e-5, rtol=0)
+        largest = max(largest, adjustment.abs().max().item())
+    assert largest > 1e-3, "the policy never left the reference, so nothing was checked"
+
+
+# ---- kl_placement="advantage" ----
+
+
+@pytest.mark.parametrize("batching", [{}, ACCUMULATED], ids=["one", "accumulated"])
+@pytest.mark.parametrize("centering", CENTERINGS)
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_advantages_get_the_centered_adjustment(adapter, centering, batching, tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_centering=centering,
+        extras=LORA if adapter == "lora" else {},
+        **batching,
+    )
+    check_advantages(trainer, build_model())
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_advantages_with_every_estimator(estimator, tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_estimator=estimator,
+        temperature=0.7,
+        extras=LORA,
+        **ACCUMULATED,
+    )
+    check_advantages(trainer, build_model(), estimator)
+    for entry in trainer.state.log_history[:-1]:
+        assert all(math.isfinite(value) for key, value in entry.items() if key.startswith("klx/"))
+
+
+@pytest.mark.parametrize("centering", CENTERINGS)
+def test_advantages_with_discount(centering, tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_centering=centering,
+        kl_discount=0.9,
+        extras=LORA,
+        **ACCUMULATED,
+    )
+    check_advantages(trainer, build_model(), discount=0.9)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "full"])
+@pytest.mark.parametrize("centering", CENTERINGS)
+def test_advantages_of_reused_batches(centering, estimator, tmp_path):
+    # Two optimizer steps per generation batch, and each twice: the policy moves while the batch is in use, and the
+    # adjustment stays that of the policy that made it.
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_centering=centering,
+        kl_estimator=estimator,
+        steps_per_generation=2,
+        num_iterations=2,
+        max_steps=8,
+        extras=LORA,
+    )
+    assert [loss["rollout"] for loss in trainer.losses] == [0] * 4 + [1] * 4
+    check_advantages(trainer, build_model(), estimator)
+    assert len(logged(trainer, "klx/kl")) == 2
+
+
+def test_advantages_of_a_batch_used_twice_in_one_step(tmp_path):
+    # Accumulation covers both iterations, so TRL keeps no old log-probs and the KL is measured in the loss, twice.
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_target=0.05,
+        kl_horizon=100,
+        gradient_accumulation_steps=2,
+        steps_per_generation=1,
+        num_iterations=2,
+        extras=LORA,
+    )
+    assert "old_per_token_logps" not in trainer.losses[0]
+    assert [loss["rollout"] for loss in trainer.losses] == [0, 0, 1, 1, 2, 2]
+    check_advantages(trainer, build_model())
+    check_adaptive_trace(trainer, completions=4)
+
+
+@pytest.mark.parametrize("centering", ["batch", "microbatch", "group", "sequence"])
+def test_adjustment_sums_to_zero_over_its_set(centering, tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer), tmp_path, kl_penalty_coef=0.3, kl_centering=centering, num_generations=4, **ACCUMULATED
+    )
+    for rollout, batch in enumerate(trainer.generated):
+        adjustment = torch.zeros(batch["completion_ids"].shape)
+        micro_batches = [loss for loss in trainer.losses if loss["rollout"] == rollout]
+        for loss in micro_batches:
+            own = loss["advantages"] - batch["advantages"][loss["row"]].unsqueeze(1)
+            # Outside of the mask there is no adjustment at all.
+            assert torch.equal(own * (1 - loss["completion_mask"]), torch.zeros_like(own))
+            adjustment[loss["row"]] = own
+        for loss in micro_batches:
+            for rows in centering_sets(centering, len(adjustment), 4, loss["row"].tolist()):
+                assert adjustment[rows].sum().item() == pytest.approx(0.0, abs=1e-5)
+    assert adjustment.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_type_takes_the_adjustment(loss_type, tmp_path):
+    fields = {"loss_type": loss_type, "extras": LORA, **ACCUMULATED}
+    if loss_type == "luspo":
+        fields["importance_sampling_level"] = "sequence"
+    trainer = train(recording(KLXGRPOTrainer), tmp_path, kl_penalty_coef=0.3, **fields)
+    check_advantages(trainer, build_model())
+    plain = train(GRPOTrainer, tmp_path, **fields)
+    assert all(math.isfinite(value) for value in logged(trainer, "loss") + logged(trainer, "grad_norm"))
+    # The first step has no KL; after it the penalty must make a difference to the gradient.
+    assert logged(trainer, "grad_norm")[0] == pytest.approx(logged(plain, "grad_norm")[0], rel=1e-5)
+    assert logged(trainer, "grad_norm")[2] != pytest.approx(logged(plain, "grad_norm")[2], rel=1e-3)
+
+
+@pytest.mark.parametrize("placement", ["advantage", "reward", "loss"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_accumulation_gives_the_gradient_of_the_whole(loss_type, placement, tmp_path):
+    runs = [
+        train(
+            KLXGRPOTrainer,
+            tmp_path,
+            model=trained_lora(1),
+            kl_penalty_coef=0.3,
+            kl_placement=placement,
+            loss_type=loss_type,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=8 // size,
+            max_steps=2,
+            learning_rate=1e-3,
+        )
+        for size in (8, 2)
+    ]
+    for name in ("grad_norm", "klx/kl", "klx/kl_k1"):
+        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4)
+
+
+def test_sequence_level_importance_sampling(tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        importance_sampling_level="sequence",
+        loss_type="grpo",
+        num_iterations=2,
+        max_steps=6,
+        extras=LORA,
+    )
+    check_advantages(trainer, build_model())
+
+
+def test_temperature_is_that_of_the_rollouts_on_both_sides(tmp_path):
+    trainer = train(recording(KLXGRPOTrainer), tmp_path, kl_penalty_coef=0.3, temperature=1.7, extras=LORA)
+    check_advantages(trainer, build_model())
+    # The test has teeth: at another temperature the numbers are others.
+    trainer.args.temperature = 1.0
+    with pytest.raises(AssertionError):
+        check_advantages(trainer, build_model())
+
+
+def test_truncated_completions_do_not_count(tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        mask_truncated_completions=True,
+        extras={"rollout_func": scripted_rollout, **LORA},
+        **ACCUMULATED,
+    )
+    masked = [batch["completion_mask"].sum(1) == 0 for batch in trainer.generated]
+    assert any(rows.any() for rows in masked) and not any(rows.all() for rows in masked)
+    check_advantages(trainer, build_model())
+
+
+def test_a_batch_without_any_counting_token(tmp_path):
+    # No completion ends within one token: everything is masked, there is no KL, and nothing breaks.
+    trainer = train(
+        KLXGRPOTrainer,
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_target=0.1,
+        mask_truncated_completions=True,
+        rewards=lambda completion_ids, **kwargs: [float(len(ids)) for ids in completion_ids],
+        extras={"rollout_func": endless_rollout, **LORA},
+    )
+    assert logged(trainer, "klx/kl") == []
+    assert trainer.kl_controller.value == 0.3
+
+
+def endless_rollout(prompts, trainer):
+    output = scripted_rollout(prompts, trainer)
+    return output | {"completion_ids": [[5, 6, 7] for _ in prompts]}
+
+
+def rollout_with_tools(prompts, trainer):
+    """Completions whose second token came from a tool."""
+    output = scripted_rollout(prompts, trainer)
+    return output | {"env_mask": [[0 if i == 1 else 1 for i in range(len(c))] for c in output["completion_ids"]]}
+
+
+@pytest.mark.parametrize("centering", CENTERINGS)
+def test_tokens_of_tools_do_not_count(centering, tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_centering=centering,
+        extras={"rollout_func": rollout_with_tools, **LORA},
+        **ACCUMULATED,
+    )
+    assert all((batch["tool_mask"][:, 1] == 0).all() for batch in trainer.generated)
+    check_advantages(trainer, build_model())
+    # The metric leaves them out as well.
+    batch = trainer.generated[-1]
+    kl = kl_of_tokens(batch["policy"], build_model(), batch, "k3")
+    assert logged(trainer, "klx/kl")[-1] == pytest.approx(sum(map(sum, kl)) / len(kl), rel=1e-4)
+
+
+def test_rollouts_of_a_function(tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        extras={"rollout_func": scripted_rollout, **LORA},
+        **ACCUMULATED,
+    )
+    check_advantages(trainer, build_model())
+
+
+def test_iterable_dataset(tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        dataset=build_dataset().to_iterable_dataset(),
+        extras=LORA,
+        **ACCUMULATED,
+    )
+    check_advantages(trainer, build_model())
+
+
+def test_gradient_checkpointing(tmp_path):
+    fields = {"kl_penalty_coef": 0.3, "kl_estimator": "full", "extras": LORA, **ACCUMULATED}
+    without = train(KLXGRPOTrainer, tmp_path, **fields)
+    with_it = train(KLXGRPOTrainer, tmp_path, gradient_checkpointing=True, **fields)
+    for name in ("loss", "grad_norm", "klx/kl"):
+        assert logged(with_it, name) == pytest.approx(logged(without, name), rel=1e-4, abs=1e-6)
+
+
+class FakeSync:
+    """Stands where TRL keeps its vLLM engine; the rollouts come from a function."""
+
+    def sync_weights(self):
+        pass
+
+
+def rollout_of_another_engine(prompts, trainer):
+    """Scripted completions with the log-probs of a sampler that is off by a constant."""
+    output = scripted_rollout(prompts, trainer)
+    policy = plain_model(trainer.model)
+    logprobs = []
+    for prompt, completion in zip(output["prompt_ids"], output["completion_ids"], strict=True):
+        ids = torch.tensor([completion])
+        batch = {"prompt_ids": torch.tensor([prompt]), "completion_ids": ids}
+        batch |= {f"{key}_mask": torch.ones_like(batch[f"{key}_ids"]) for key in ("prompt", "completion")}
+        with torch.no_grad():
+            logprobs.append((sampled_logps(policy, batch)[0] - 0.25).tolist())
+    return output | {"logprobs": logprobs}
+
+
+@pytest.mark.parametrize("placement", ["advantage", "reward", "loss"])
+def test_importance_ratio_of_vllm(placement, tmp_path):
+    trainer = build_trainer(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_placement=placement,
+        extras={"rollout_func": rollout_of_another_engine, **LORA},
+        **ACCUMULATED,
+    )
+    trainer.use_vllm, trainer._last_loaded_step, trainer.vllm_generation = True, -1, FakeSync()
+    trainer.train()
+    # vLLM's own correction is in force, token by token or as one factor per sequence.
+    ratios = torch.cat([loss["importance_sampling_ratio"].flatten() for loss in trainer.losses])
+    assert (ratios > 1.2).any()
+    if placement == "advantage":
+        # Both sides come from the trainer's own forward passes: the sampler's 0.25 nats are in neither.
+        check_advantages(trainer, build_model())
+    batch = trainer.generated[-1]
+    kl = kl_of_tokens(batch["policy"], build_model(), batch, "k3")
+    assert logged(trainer, "klx/kl")[-1] == pytest.approx(sum(map(sum, kl)) / len(kl), rel=1e-4)
+
+
+# ---- kl_placement="reward" ----
+
+
+def reward_or_none(completion_ids, **kwargs):
+    """No score for completions that start with an odd token."""
+    rewards = reward_even_tokens(completion_ids)
+    return [None if ids[0] % 2 else reward for ids, reward in zip(completion_ids, rewards, strict=True)]
+
+
+def expected_reward_advantages(batch, reference, coef, reward_func, generations, scale, estimator="k1"):
+    """TRL's normalisation, by hand, of the reward minus the sequence's KL; 0 for what cannot be scored."""
+    kl = kl_of_tokens(batch["policy"], reference, batch, estimator)
+    tokens = [ids[:length] for ids, length in zip(batch["completion_ids"].tolist(), batch["lengths"], strict=True)]
+    scores = [
+        None if reward is None else reward - coef * sum(values)
+        for reward, values in zip(reward_func(completion_ids=tokens), kl, strict=True)
+    ]
+    advantages = []
+    for start in range(0, len(scores), generations):
+        group = scores[start : start + generations]
+        scored = [score for score in group if score is not None]
+        mean = statistics.fmean(scored) if scored else 0.0
+        spread = statistics.stdev(scored) if len(scored) > 1 else math.inf
+        divisor = spread + 1e-4 if scale == "group" else 1.0
+        advantages += [0.0 if score is None else (score - mean) / divisor for score in group]
+    return torch.tensor(advantages)
+
+
+@pytest.mark.parametrize("reward_func", [reward_even_tokens, reward_or_none])
+@pytest.mark.parametrize("scale", ["group", "none"])
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_reward_placement(adapter, scale, reward_func, tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_placement="reward",
+        scale_rewards=scale,
+        num_generations=4,
+        rewards=reward_func,
+        extras=LORA if adapter == "lora" else {},
+        **ACCUMULATED,
+    )
+    check_reward_advantages(trainer, reward_func, scale)
+    if reward_func is reward_or_none:
+        odd = torch.cat([batch["completion_ids"][:, 0] % 2 == 1 for batch in trainer.generated])
+        advantages = torch.cat([batch["advantages"] for batch in trainer.generated])
+        assert odd.any() and not odd.all()
+        assert torch.equal(advantages[odd], torch.zeros(int(odd.sum())))
+
+
+def check_reward_advantages(trainer, reward_func, scale, estimator="k1"):
+    coefs = logged(trainer, "klx/coef")
+    reference = build_model()
+    effect = 0.0
+    for rollout, batch in enumerate(trainer.generated):
+        batch["lengths"] = batch["completion_mask"].sum(1).tolist()
+        settings = (reward_func, trainer.num_generations, scale, estimator)
+        expected = expected_reward_advantages(batch, reference, coefs[rollout], *settings)
+        torch.testing.assert_close(batch["advantages"], expected, atol=2e-5, rtol=1e-5)
+        without = expected_reward_advantages(batch, reference, 0.0, *settings)
+        effect = max(effect, (expected - without).abs().max().item())
+        for loss in (loss for loss in trainer.losses if loss["rollout"] == rollout):
+            assert torch.equal(loss["advantages"], batch["advantages"][loss["row"]])
+    assert effect > 1e-2
+
+
+@pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "k1"])
+def test_reward_placement_with_every_estimator(estimator, tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_placement="reward",
+        kl_estimator=estimator,
+        scale_rewards="none",
+        extras=LORA,
+        **ACCUMULATED,
+    )
+    check_reward_advantages(trainer, reward_even_tokens, "none", estimator)
+
+
+def test_reward_placement_leaves_tools_out(tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_placement="reward",
+        scale_rewards="none",
+        extras={"rollout_func": rollout_with_tools, **LORA},
+        **ACCUMULATED,
+    )
+    check_reward_advantages(trainer, reward_even_tokens, "none")
+
+
+def test_reward_placement_with_several_reward_functions(tmp_path):
+    def length(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def both(completion_ids, **kwargs):
+        return [2.0 * a + 0.5 * b for a, b in zip(reward_even_tokens(completion_ids), length(completion_ids), strict=True)]
+
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_placement="reward",
+        scale_rewards="none",
+        rewards=[reward_even_tokens, length],
+        reward_weights=[2.0, 0.5],
+        extras=LORA,
+    )
+    check_reward_advantages(trainer, both, "none")
+    penalty, coef, k1 = (logged(trainer, name) for name in ("rewards/kl_penalty/mean", "klx/coef", "klx/kl_k1"))
+    assert penalty == pytest.approx([-c * k for c, k in zip(coef, k1, strict=True)], rel=1e-4, abs=1e-6)
+
+
+# ---- kl_placement="loss" ----
+
+
+@pytest.mark.parametrize("batching", [{}, ACCUMULATED, {"num_iterations": 2}], ids=["one", "accumulated", "twice"])
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_loss_placement_equals_beta_of_trl(adapter, batching, tmp_path):
+    build_model().save_pretrained(tmp_path / "model")  # TRL loads the reference of full fine-tuning from disk
+    fields = {"model": str(tmp_path / "model"), "max_steps": 5, "extras": LORA if adapter == "lora" else {}, **batching}
+    theirs = train(GRPOTrainer, tmp_path, beta=0.2, **fields)
+    ours = train(KLXGRPOTrainer, tmp_path, kl_penalty_coef=0.2, kl_placement="loss", **fields)
+    assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=0, abs=1e-6)
+    assert logged(ours, "kl") == pytest.approx(logged(theirs, "kl"), rel=1e-5, abs=1e-6)
+    assert max(logged(ours, "kl")) > 1e-3
+    for name, weight in weights(theirs).items():
+        torch.testing.assert_close(weights(ours)[name], weight, atol=1e-5, rtol=0)
+
+
+def test_loss_placement_applies_the_coefficient_of_the_controller(tmp_path):
+    fields = {"kl_penalty_coef": 0.2, "kl_placement": "loss", "extras": LORA, "max_steps": 4}
+    trainer = train(
+        recording(KLXGRPOTrainer), tmp_path, kl_controller="exponential", kl_target=0.1, loss_type="grpo", **fields
+    )
+    coefs = logged(trainer, "klx/coef")
+    assert coefs[0] == 0.2 and len(set(coefs)) == 4
+    for loss, coef in zip(trainer.losses, coefs, strict=True):
+        batch = trainer.generated[loss["rollout"]]
+        kl = kl_of_tokens(batch["policy"], build_model(), batch, "k3")
+        counts = counting(batch)
+        # On policy the surrogate of a sequence is its advantage, and `grpo` averages tokens, then sequences.
+        per_sequence = [
+            -float(advantage) + coef * sum(values) / sum(row)
+            for advantage, values, row in zip(batch["advantages"], kl, counts, strict=True)
+        ]
+        assert loss["loss"].item() == pytest.approx(statistics.fmean(per_sequence), abs=1e-5)
+
+
+# ---- Metrics, controller, evaluation ----
+
+
+def check_adaptive_trace(trainer, completions: int, horizon: float = 100.0, clip: float = 0.2) -> None:
+    """The coefficient of each batch follows from that of the batch before it, by Ziegler's rule."""
+    coefs, kls, target = logged(trainer, "klx/coef"), logged(trainer, "klx/kl"), trainer.args.kl_target
+    assert coefs[0] == trainer.args.kl_penalty_coef
+    for now, after, kl in zip(coefs, [*coefs[1:], trainer.kl_controller.value], kls, strict=True):
+        error = min(max(kl / target - 1, -clip), clip)
+        assert after == pytest.approx(now * (1 + error * completions / horizon), rel=1e-9)
+    assert len(set(coefs)) == len(coefs) > 1
+
+
+@pytest.mark.parametrize("unit", ["sequence", "token"])
+@pytest.mark.parametrize("centering", ["batch", "microbatch"])
+def test_metrics_and_controller(centering, unit, tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_centering=centering,
+        kl_target=0.05,
+        kl_target_unit=unit,
+        kl_horizon=100,
+        max_steps=4,
+        **ACCUMULATED,
+    )
+    check_adaptive_trace(trainer, completions=8)
+    for rollout, batch in enumerate(trainer.generated):
+        counts = counting(batch)
+        tokens = sum(map(sum, counts))
+        k1, k3 = (
+            sum(map(sum, kl_of_tokens(batch["policy"], build_model(), batch, name))) for name in ("k1", "k3")
+        )
+        per = len(counts) if unit == "sequence" else tokens
+        adjustments = [
+            loss["advantages"] - batch["advantages"][loss["row"]].unsqueeze(1)
+            for loss in trainer.losses
+            if loss["rollout"] == rollout
+        ]
+        expected = {
+            "kl": k3 / per,
+            "kl_k1": k1 / per,
+            "kl_per_token": k3 / tokens,
+            "target": 0.05,
+            "error": k3 / per / 0.05 - 1,
+            "saturated": 0.0,
+            "adjustment_abs_mean": sum(part.abs().sum().item() for part in adjustments) / tokens,
+        }
+        for name, value in expected.items():
+            assert logged(trainer, f"klx/{name}")[rollout] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+def test_saturation_is_logged(tmp_path):
+    trainer = train(
+        KLXGRPOTrainer,
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_controller="exponential",
+        kl_controller_kwargs={"rate": 10.0},
+        kl_target=10.0,
+        kl_coef_min=0.2,
+        max_steps=4,
+    )
+    assert logged(trainer, "klx/coef") == [0.3, 0.2, 0.2, 0.2]
+    assert logged(trainer, "klx/saturated") == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_public_attributes(tmp_path):
+    trainer = build_trainer(KLXGRPOTrainer, tmp_path, kl_penalty_coef=0.3, kl_controller="pid", kl_target=0.5)
+    assert trainer.kl_controller.value == 0.3 and trainer.kl_controller.target == 0.5
+    assert trainer.kl_reference.identity["kind"] == "step"
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad(), trainer.kl_reference.active() as reference:
+        before = reference(input_ids=ids).logits
+    trainer.train()
+    with torch.no_grad(), trainer.kl_reference.active() as reference:
+        assert torch.equal(reference(input_ids=ids).logits, before)
+        torch.testing.assert_close(before, build_model()(input_ids=ids).logits)
+
+
+def keep_generator_state(trainer):
+    """Put the random state after an evaluation back to what it was before it."""
+
+    class Restore(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            self.state = torch.get_rng_state()
+
+        def on_evaluate(self, *args, **kwargs):
+            torch.set_rng_state(self.state)
+
+    trainer.add_callback(Restore())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kl_centering": "batch"},
+        {"kl_centering": "microbatch"},
+        {"kl_placement": "reward"},
+        {"kl_placement": "loss"},
+        None,
+    ],
+    ids=["batch", "microbatch", "reward", "loss", "trl"],
+)
+def test_evaluation_does_not_touch_training(fields, tmp_path):
+    # Evaluation falls in the middle of each generation batch, which lasts for two optimizer steps.
+    trainer_class = GRPOTrainer if fields is None else recording(KLXGRPOTrainer)
+    control = {"kl_penalty_coef": 0.3, "kl_target": 0.05, "kl_horizon": 100}
+    fields = {} if fields is None else control | fields
+    fields |= {"steps_per_generation": 2, "max_steps": 6, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
+    runs = []
+    for extras in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
+        trainer = build_trainer(
+            trainer_class,
+            tmp_path,
+            extras={"rollout_func": scripted_rollout, "eval_dataset": build_dataset(6), **LORA},
+            **fields,
+            **extras,
+        )
+        keep_generator_state(trainer)
+        trainer.train()
+        runs.append(trainer)
+    without, with_it = runs
+    trained = [entry for entry in history(with_it) if not any(key.startswith("eval_") for key in entry)]
+    assert trained == history(without)
+    for name, weight in weights(without).items():
+        assert torch.equal(weights(with_it)[name], weight)
+    if trainer_class is not GRPOTrainer:
+        check_adaptive_trace(with_it, completions=8)
+        evaluated = logged(with_it, "eval_klx/kl")
+        assert len(evaluated) == 6
+        # The first evaluation follows the first step, so the policy has left the reference.
+        assert all(value > 1e-5 for value in evaluated)
+
+
+def test_evaluation_metrics(tmp_path):
+    trainer = build_trainer(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        model=trained_lora(1),
+        kl_penalty_coef=0.3,
+        kl_target=0.05,
+        per_device_eval_batch_size=4,
+        num_generations_eval=2,
+        extras={"rollout_func": scripted_rollout, "eval_dataset": build_dataset(2)},
+    )
+    metrics = trainer.evaluate()
+    (batch,) = trainer.generated
+    assert batch["mode"] == "eval"
+    kl = kl_of_tokens(batch["policy"], build_model(), batch, "k3")
+    assert metrics["eval_klx/kl"] == pytest.approx(sum(map(sum, kl)) / len(kl), rel=1e-4)
+    assert metrics["eval_klx/coef"] == 0.3 and trainer.kl_controller.value == 0.3
+    check_advantages(trainer, build_model(), coefs=[0.3])
+
+
+# ---- Refusals and extension ----
+
+
+def test_plain_config_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="`args` of KLXGRPOTrainer must be a `KLXGRPOConfig`.*got `GRPOConfig`"):
+        KLXGRPOTrainer(build_model(), reward_even_tokens, GRPOConfig(output_dir=str(tmp_path), **RUN))
+
+
+def test_config_may_be_left_out(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+    # TRL's default precision does not run on CPU.
+    monkeypatch.setattr(grpo, "KLXGRPOConfig", functools.partial(KLXGRPOConfig, use_cpu=True, bf16=False))
+    model = build_model()
+    model.config._name_or_path = "someone/tiny"
+    trainer = KLXGRPOTrainer(
+        model, reward_even_tokens, train_dataset=build_dataset(), processing_class=tokenizer
+    )
+    assert isinstance(trainer.args, KLXGRPOConfig) and trainer.args.output_dir == "tiny-GRPO"
+    assert trainer.kl_reference is None
+
+
+def test_a_users_own_controller(tmp_path):
+    @register_kl_controller("test-doubling")
+    class Doubling(KLController):
+        def _next(self, kl, n_steps):
+            return 2.0 * self.value
+
+    trainer = train(KLXGRPOTrainer, tmp_path, kl_penalty_coef=0.1, kl_controller="test-doubling", max_steps=4)
+    assert logged(trainer, "klx/coef") == pytest.approx([0.1, 0.2, 0.4, 0.8])
+
+
+def test_a_controller_from_an_entry_point(tmp_path, monkeypatch):
+    (tmp_path / "halving_controller.py").write_text(
+        "from trl_klx import KLController\n\n\n"
+        "class Halving(KLController):\n"
+        "    def _next(self, kl, n_steps):\n"
+        "        return 0.5 * self.value\n"
+    )
+    metadata = tmp_path / "halving_controller-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: halving-controller\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[trl_klx.kl_controllers]\ntest-halving = halving_controller:Halving\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    trainer = train(KLXGRPOTrainer, tmp_path / "run", kl_penalty_coef=0.8, kl_controller="test-halving", max_steps=4)
+    assert logged(trainer, "klx/coef") == pytest.approx([0.8, 0.4, 0.2, 0.1])
+
+
+def test_forward_arguments_carry_every_multimodal_key(tmp_path):
+    trainer = build_trainer(KLXGRPOTrainer, tmp_path, kl_penalty_coef=0.3)
+    # All that TRL's own log-prob method may be given beside the tokens.
+    names = ("_full_logits_logps", "_get_per_token_logps_and_entropies")
+    method = next(getattr(GRPOTrainer, name) for name in names if hasattr(GRPOTrainer, name))
+    own = {"self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"}
+    own |= {"compute_entropy", "compute_aux_loss"}
+    multimodal = inspect.signature(method).parameters.keys() - own
+    assert "pixel_values" in multimodal and "image_grid_thw" in multimodal
+    tokens = {name: torch.ones(2, 3, dtype=torch.long) for name in ("prompt_ids", "prompt_mask")}
+    tokens |= {name: torch.ones(2, 4, dtype=torch.long) for name in ("completion_ids", "completion_mask")}
+    extra = dict(zip(sorted(multimodal), itertools.count()))
+    args, kwargs = trainer._klx_forward_arguments(tokens | extra | {"advantages": torch.zeros(2), "row": 0})
+    assert kwargs == extra | {"batch_size": 4}
+    assert args[0].shape == args[1].shape == (2, 7) and args[2] == 4

@@ -1,0 +1,84 @@
+"""What a checkpoint of PPO holds beyond that of a KLX trainer, and how it comes back."""
+
+import os
+import warnings
+
+from safetensors.torch import load_file, save_file
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..state import read_json, write_json
+from ..values import VALUE_MODULE, ValueFunction
+
+
+VALUE_FILE = "value_function.safetensors"
+STATE_FILE = "ppo_state.json"
+
+
+class PPOCheckpointMixin:
+    """
+    Saves the value function and the state of the reward scaling in every checkpoint and restores them on resume; keeps
+    the value function out of what users load with `from_pretrained`.
+    """
+
+    value_function: ValueFunction | None = None
+    _ppo_saving_checkpoint = False
+
+    def _save(self, output_dir=None, state_dict=None):
+        prefix = f"{VALUE_MODULE}."
+        if state_dict is None:
+            values = self.value_function.module.state_dict()
+        else:
+            values = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
+            state_dict = {key: value for key, value in state_dict.items() if not key.startswith(prefix)}
+        with self.value_function.hidden():
+            super()._save(output_dir, state_dict)
+        if self._ppo_saving_checkpoint and self.args.should_save:
+            values = {name: value.detach().cpu().contiguous() for name, value in values.items()}
+            save_file(values, os.path.join(output_dir, VALUE_FILE))
+
+    def _save_checkpoint(self, model, trial):
+        folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.should_save:
+            write_json(os.path.join(folder, STATE_FILE), self._ppo_scaler.state_dict())
+        self._ppo_saving_checkpoint = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._ppo_saving_checkpoint = False
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with self.value_function.hidden():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._ppo_load_value(resume_from_checkpoint)
+
+    def _load_best_model(self):
+        with self.value_function.hidden():
+            super()._load_best_model()
+        self._ppo_load_value(self.state.best_model_checkpoint)
+
+    def _ppo_load_value(self, checkpoint: str) -> None:
+        path = os.path.join(checkpoint, VALUE_FILE)
+        if not os.path.isfile(path):
+            warnings.warn(f"The checkpoint {checkpoint!r} holds no value function: it starts anew.", stacklevel=3)
+            return
+        try:
+            self.value_function.module.load_state_dict(load_file(path))
+        except Exception as error:
+            raise ValueError(
+                f"Cannot resume: the value function in {path!r} cannot be loaded ({error}). Pass the `value_model` of that "
+                "run, or none if it had none; or delete the file to start the value function anew."
+            ) from error
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        path = os.path.join(checkpoint, STATE_FILE)
+        if os.path.isfile(path):
+            self._ppo_scaler.load_state_dict(read_json(path))
+        elif self.args.reward_scaling != "none":
+            warnings.warn(
+                f"The checkpoint {checkpoint!r} holds no state of `reward_scaling={self.args.reward_scaling!r}`: it starts "
+                "anew.",
+                stacklevel=2,
+            )

@@ -1,0 +1,132 @@
+"""What PPO's constructor takes, made into what TRL's trainers take today."""
+
+import warnings
+
+import torch
+from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
+from torch import nn
+from trl.trainer.utils import disable_dropout_in_model
+
+from ..configs import REFERENCE_FIELDS
+from .ppo_config import KLXPPOConfig
+
+
+def with_prompts(dataset, processing_class, num_proc: int | None = None):
+    """
+    Give tokenized data, as TRL 1.12's PPO took it, the text prompts that TRL's trainers take today. Special tokens of
+    the prompt stay in its text; padding goes, and so does the BOS token that the tokenizer puts before every text.
+    """
+    if isinstance(dataset, dict):
+        return {name: with_prompts(split, processing_class, num_proc) for name, split in dataset.items()}
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return dataset
+    first = next(iter(dataset), {})
+    if "prompt" in first or "input_ids" not in first:
+        return dataset
+    if processing_class is None:
+        raise ValueError("Tokenized data (`input_ids`) needs a `processing_class` to read it with.")
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    adds_bos = tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+    def real_ids(row) -> list[int]:
+        ids = list(row["input_ids"])
+        if row.get("attention_mask") is not None:
+            return [token for token, real in zip(ids, row["attention_mask"], strict=True) if real]
+        while ids and ids[0] == tokenizer.pad_token_id:
+            ids = ids[1:]
+        while ids and ids[-1] == tokenizer.pad_token_id:
+            ids = ids[:-1]
+        return ids
+
+    def decode(row) -> dict[str, str]:
+        ids = real_ids(row)
+        ids = ids[1:] if adds_bos and ids[:1] == [tokenizer.bos_token_id] else ids
+        return {"prompt": tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)}
+
+    if tokenizer(decode(first)["prompt"])["input_ids"] != real_ids(first):
+        warnings.warn(
+            "The `input_ids` of the data are decoded to text, and this text has other tokens than the data. Pass the text "
+            "itself, in a `prompt` column.",
+            stacklevel=4,
+        )
+    settings = {"num_proc": num_proc} if isinstance(dataset, Dataset) else {}
+    gone = [name for name in first if name in ("input_ids", "attention_mask")]
+    return dataset.map(decode, remove_columns=gone, **settings)
+
+
+def collect_rewards(
+    args: KLXPPOConfig, reward_model, reward_funcs, reward_processing_classes, processing_class, value_model
+) -> tuple[list | None, list | None]:
+    """Reward functions and their tokenizers, the reward model the last of them."""
+    if reward_model is None and reward_funcs is None:
+        reward_model = args.reward_model_path
+    funcs = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    if value_model is not None and any(value_model is func for func in [*funcs, reward_model]):
+        raise ValueError(
+            "`value_model` must not be the reward model itself, which training would change. Pass a copy, or leave it "
+            "unset for a value head on the policy."
+        )
+    if reward_model is None:
+        return funcs or None, reward_processing_classes
+    classes = reward_processing_classes
+    classes = [None] * len(funcs) if classes is None else classes if isinstance(classes, list) else [classes]
+    # A reward model given by path brings its own tokenizer.
+    own = None if isinstance(reward_model, str) else processing_class
+    if isinstance(reward_model, nn.Module):
+        labels = getattr(reward_model.config, "num_labels", None)
+        if labels != 1:
+            raise ValueError(
+                f"`reward_model` must be a sequence-classification model with `num_labels=1`, got "
+                f"{type(reward_model).__name__} with `num_labels={labels}`."
+            )
+        disable_dropout_in_model(reward_model)
+    return [*funcs, reward_model], [*classes, own]
+
+
+def check_ref_model(args: KLXPPOConfig, model, ref_model: nn.Module | None) -> None:
+    """Refuse a reference model that cannot be the reference, or that is not the only one."""
+    if ref_model is None:
+        return
+    if ref_model is model:
+        raise ValueError("`ref_model` must not be the policy itself. Pass a copy, or leave it unset.")
+    for name in ("ref_adapter_name", *REFERENCE_FIELDS):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"Only one reference can be chosen, got a `ref_model` and `{name}={getattr(args, name)!r}`. Keep one "
+                "of them and unset the other."
+            )
+    if not args.kl_enabled:
+        # TRL 1.12 asked for the argument in any case, so a script may well pass it.
+        warnings.warn(
+            "`ref_model` is not used while `kl_penalty_coef=0.0`. Set `kl_monitor=True` to measure the KL.",
+            stacklevel=3,
+        )
+
+
+def activate_adapter(model, peft_config, name: str | None) -> None:
+    """Make the adapter that is to be trained the active one."""
+    if name is None or (peft_config is not None and name == "default"):
+        return
+    known = list(model.peft_config) if is_peft_model(model) else []
+    if name not in known:
+        raise ValueError(
+            f"`model_adapter_name={name!r}` is not an adapter of the policy, which has {known}. Leave it unset, or choose "
+            "one of them."
+        )
+    model.set_adapter(name)
+
+
+def train_with_optimizer(optimizer: torch.optim.Optimizer, scheduler, module: nn.Module) -> None:
+    """Bring the value function into an optimizer that was made before it."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [parameter for parameter in module.parameters() if id(parameter) not in known]
+    if not missing:
+        return
+    if scheduler is not None:
+        raise ValueError(
+            "`optimizers` has a scheduler for an optimizer without the value function. Pass `(optimizer, None)`, so that "
+            "the trainer adds the value function and makes the scheduler, or pass a `value_model` whose parameters the "
+            "optimizer has."
+        )
+    optimizer.add_param_group({"params": missing})
