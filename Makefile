@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS := .ci/constraints.txt
 SOURCES := trl_klx recipes benchmarks tests
+OLDEST_TRL := 1.14.2
+OLDEST := $(VENV)/oldest-trl
+OLDEST_TESTS := tests/test_trl_contract.py tests/test_parity.py tests/test_grpo.py tests/test_rloo.py
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -21,8 +24,14 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: $(STAMP)
 	$(BIN)/accelerate launch --cpu --num_processes 1 recipes/ppo_hh.py
 
-test: $(STAMP)
+# The oldest TRL that is supported, laid over the same environment.
+$(OLDEST)/.installed: $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OLDEST) trl==$(OLDEST_TRL)
+	touch $@
+
+test: $(STAMP) $(OLDEST)/.installed
 	$(BIN)/python -m pytest
+	KLX_EXPECTED_TRL=$(OLDEST_TRL) PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(OLDEST_TESTS)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"

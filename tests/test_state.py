@@ -160,8 +160,13 @@ def test_no_version(tmp_path):
         read_kl_state(str(tmp_path))
 
 
-@pytest.mark.parametrize("key", ["controller", "reference"])
-@pytest.mark.parametrize("value", [None, 3, "fixed", [1]])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in ("controller", "reference") for value in (None, 3, "fixed", [1])),
+        *(("drift", value) for value in (3, "fixed", [1])),
+    ],
+)
 def test_wrong_types(tmp_path, key, value):
     (tmp_path / FILE).write_text(json.dumps(STATE | {"version": 1, key: value}))
     with pytest.raises(ValueError, match=f"Cannot resume: .*has no valid '{key}', got") as caught:

@@ -83,7 +83,7 @@ def read_kl_state(folder: str) -> dict[str, Any] | None:
         raise ValueError(
             f"Cannot resume: {path!r} has version {state.get('version')!r}, expected {STATE_VERSION}. {_REMEDY}"
         )
-    for key, kind in (("controller", dict), ("reference", dict)):
+    for key, kind in (("controller", dict), ("reference", dict), ("drift", dict | None)):
         if not isinstance(state.get(key), kind):
             raise ValueError(f"Cannot resume: {path!r} has no valid {key!r}, got {state.get(key)!r}. {_REMEDY}")
     return state
