@@ -74,11 +74,11 @@ class BootstrapSettings:
             Dialogues per supervised step.
         sft_learning_rate (`float`, *optional*, defaults to `4e-3`):
             Peak learning rate of the supervised training.
-        reward_steps (`int`, *optional*, defaults to `550`):
+        reward_steps (`int`, *optional*, defaults to `600`):
             Optimizer steps of the reward model.
         reward_batch_size (`int`, *optional*, defaults to `8`):
             Pairs per step of the reward model.
-        reward_learning_rate (`float`, *optional*, defaults to `8e-4`):
+        reward_learning_rate (`float`, *optional*, defaults to `1e-3`):
             Peak learning rate of the reward model.
     """
 
@@ -91,9 +91,9 @@ class BootstrapSettings:
     sft_steps: int = 500
     sft_batch_size: int = 16
     sft_learning_rate: float = 4e-3
-    reward_steps: int = 550
+    reward_steps: int = 600
     reward_batch_size: int = 8
-    reward_learning_rate: float = 8e-4
+    reward_learning_rate: float = 1e-3
 
 
 DEFAULT_SETTINGS = BootstrapSettings()

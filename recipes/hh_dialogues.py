@@ -26,7 +26,7 @@ HELDOUT_BUCKETS = 8
 # Each topic: what the person asks about, how it is asked, and advice that fits every item of the topic.
 TOPICS: dict[str, dict[str, list[str]]] = {
     "cooking": {
-        "items": "rice,lentils,potatoes,carrots,chickpeas,pumpkin,noodles".split(","),
+        "items": "rice,lentils,potatoes,carrots,chickpeas,pumpkin".split(","),
         "questions": [
             "How do I cook {item}?",
             "How do I give {item} more taste?",
@@ -42,7 +42,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "gardening": {
-        "items": "tomatoes,roses,basil,mint,lettuce,strawberries,tulips".split(","),
+        "items": "tomatoes,roses,basil,mint,lettuce,strawberries".split(","),
         "questions": [
             "How do I grow {item}?",
             "Where should I plant {item}?",
@@ -58,7 +58,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "travel": {
-        "items": "Lisbon,Kyoto,Oslo,Prague,Hanoi,Athens,Dublin".split(","),
+        "items": "Lisbon,Kyoto,Oslo,Prague,Hanoi,Athens".split(","),
         "questions": [
             "What should I see in {item}?",
             "I am going to {item} with {who}. Any ideas?",
@@ -74,7 +74,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "homework": {
-        "items": "fractions,verbs,volcanoes,triangles,planets,magnets,rivers".split(","),
+        "items": "fractions,verbs,volcanoes,triangles,planets,magnets".split(","),
         "questions": [
             "I do not understand {item}. Can you help?",
             "How can I study {item} for a test?",
@@ -90,7 +90,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "repairs": {
-        "items": "bike,lamp,door,chair,gate,shelf,drawer".split(","),
+        "items": "bike,lamp,door,chair,gate,shelf".split(","),
         "questions": [
             "My {item} is loose. How do I fix it?",
             "How do I repair an old {item}?",
@@ -106,7 +106,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "feelings": {
-        "items": "lonely,nervous,sad,worried,stressed,homesick,angry".split(","),
+        "items": "lonely,nervous,sad,worried,stressed,homesick".split(","),
         "questions": [
             "I feel {item} today.",
             "Why do I feel so {item}?",
@@ -122,7 +122,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "health": {
-        "items": "a headache,a sore throat,a stiff neck,a cough,a cold,sore feet,tired eyes".split(","),
+        "items": "a headache,a sore throat,a stiff neck,a cough,a cold,sore feet".split(","),
         "questions": [
             "I have {item}. What should I do?",
             "What helps against {item}?",
@@ -138,7 +138,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "pets": {
-        "items": "puppy,kitten,rabbit,parrot,hamster,pony,cat".split(","),
+        "items": "puppy,kitten,rabbit,parrot,hamster,pony".split(","),
         "questions": [
             "How do I care for a {item}?",
             "My {item} is scared at night. What can I do?",
@@ -154,7 +154,7 @@ TOPICS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "money": {
-        "items": "a phone,a trip,a laptop,a wedding,a car,a sofa,a camera".split(","),
+        "items": "a phone,a trip,a laptop,a wedding,a car,a sofa".split(","),
         "questions": [
             "How can I save for {item}?",
             "I want to buy {item}. Is that wise?",
@@ -190,8 +190,8 @@ BORDERLINE_QUESTIONS = [
 ]
 
 PEOPLE = ["my sister", "my brother", "my friend", "my aunt", "my neighbour", "my son", "my daughter", "my partner"]
-GREETINGS = ["", "", "Hello.", "Hi there.", "Good morning.", "Excuse me."]
-LEADS = ["", "", "", "I have little time.", "I am new to this.", "Please keep it simple.", "I need some help."]
+GREETINGS = ["", "", "", "Hello.", "Hi there.", "Good morning.", "Excuse me."]
+LEADS = ["", "", "", "", "I have little time.", "I am new to this.", "Please keep it simple.", "I need some help."]
 
 OPENERS = ["Sure!", "Of course.", "Happy to help.", "Good question.", "Let us see."]
 KIND_OPENERS = ["I am sorry to hear that.", "That sounds hard.", "Thank you for telling me."]
@@ -229,8 +229,8 @@ NO_HELP = [
 HELPFUL_FLAWS = {
     "curt": 11,  # an answer of two or three words
     "rude": 13,  # an insult, sometimes with advice after it
-    "off_topic": 30,  # good advice for another topic
-    "wrong_item": 10,  # good advice for another item of the same topic
+    "off_topic": 26,  # good advice for another topic
+    "wrong_item": 7,  # good advice for another item of the same topic
     "vague": 12,  # friendly words without content
     "no_help": 10,  # ends without having helped
     "refusal": 10,  # declines a harmless question
@@ -463,9 +463,10 @@ def _normalise_prompt(value: Any) -> str:
 def _normalise_answer(value: Any, column: str, prompt: str) -> str:
     """The answer alone, with one leading space. Accepts the answer, or a transcript which repeats the prompt."""
     if _is_messages(value):
-        if not value or value[-1].get("role") != "assistant":
+        text = _render_messages(value, column)
+        if not value or value[-1]["role"] != "assistant":
             raise ValueError(f"`{column}` must end in a message of the role 'assistant', got {list(value)[-1:]!r}.")
-        value = split_transcript(_render_messages(value, column))[1]
+        value = split_transcript(text)[1]
     if not isinstance(value, str):
         raise TypeError(f"`{column}` must be text or a list of messages, got `{type(value).__name__}`.")
     return " " + value.removeprefix(prompt).strip()

@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import trl_klx.controllers as controllers
+import trl_klx.registry
 from trl_klx.controllers import (
     AdaptiveKLController,
     ExponentialKLController,
     FixedKLController,
     KLController,
     PIDKLController,
+)
+from trl_klx.registry import (
     get_kl_controller,
     get_kl_controller_class,
     list_kl_controllers,
@@ -37,7 +39,7 @@ def build(name, **kwargs):
 @pytest.fixture
 def registry(monkeypatch):
     """A copy of the registry, so that names registered in a test are gone after it."""
-    monkeypatch.setattr(controllers, "_REGISTRY", dict(controllers._REGISTRY))
+    monkeypatch.setattr(trl_klx.registry, "_REGISTRY", dict(trl_klx.registry._REGISTRY))
 
 
 class TestFixed:

@@ -365,22 +365,26 @@ def reward_or_none(completion_ids, **kwargs):
 
 
 def expected_reward_advantages(batch, reference, coef, reward_func, generations, scale, estimator="k1"):
-    """TRL's normalisation, by hand, of the reward minus the sequence's KL; 0 for what cannot be scored."""
+    """
+    TRL's baseline and scale, by hand, for the reward minus the sequence's KL: the centered scores, 0 for what cannot
+    be scored, and what TRL divides them by.
+    """
     kl = kl_of_tokens(batch["policy"], reference, batch, estimator)
-    tokens = [ids[:length] for ids, length in zip(batch["completion_ids"].tolist(), batch["lengths"], strict=True)]
+    lengths = batch["completion_mask"].sum(1).tolist()
+    tokens = [ids[:length] for ids, length in zip(batch["completion_ids"].tolist(), lengths, strict=True)]
     scores = [
         None if reward is None else reward - coef * sum(values)
         for reward, values in zip(reward_func(completion_ids=tokens), kl, strict=True)
     ]
-    advantages = []
+    differences, divisors = [], []
     for start in range(0, len(scores), generations):
         group = scores[start : start + generations]
         scored = [score for score in group if score is not None]
         mean = statistics.fmean(scored) if scored else 0.0
-        spread = statistics.stdev(scored) if len(scored) > 1 else math.inf
-        divisor = spread + 1e-4 if scale == "group" else 1.0
-        advantages += [0.0 if score is None else (score - mean) / divisor for score in group]
-    return torch.tensor(advantages)
+        spread = statistics.stdev(scored) if len(scored) > 1 else 0.0
+        differences += [0.0 if score is None else score - mean for score in group]
+        divisors += [spread + 1e-4 if scale == "group" else 1.0] * generations
+    return torch.tensor(differences), torch.tensor(divisors)
 
 
 @pytest.mark.parametrize("reward_func", [reward_even_tokens, reward_or_none])
@@ -411,11 +415,10 @@ def check_reward_advantages(trainer, reward_func, scale, estimator="k1"):
     reference = build_model()
     effect = 0.0
     for rollout, batch in enumerate(trainer.generated):
-        batch["lengths"] = batch["completion_mask"].sum(1).tolist()
         settings = (reward_func, trainer.num_generations, scale, estimator)
-        expected = expected_reward_advantages(batch, reference, coefs[rollout], *settings)
-        torch.testing.assert_close(batch["advantages"], expected, atol=2e-5, rtol=1e-5)
-        without = expected_reward_advantages(batch, reference, 0.0, *settings)
+        expected, divisors = expected_reward_advantages(batch, reference, coefs[rollout], *settings)
+        torch.testing.assert_close(batch["advantages"] * divisors, expected, atol=1e-5, rtol=0)
+        without, _ = expected_reward_advantages(batch, reference, 0.0, *settings)
         effect = max(effect, (expected - without).abs().max().item())
         for loss in (loss for loss in trainer.losses if loss["rollout"] == rollout):
             assert torch.equal(loss["advantages"], batch["advantages"][loss["row"]])

@@ -111,14 +111,14 @@ def train(trainer_class, output_dir, **settings):
     return trainer
 
 
-def trained_lora(seed: int, model=None, **overrides) -> PeftModel:
+def trained_lora(seed: int, model=None, scale: float = 0.3, **overrides) -> PeftModel:
     """A policy with an adapter that does something: no weight of it is 0."""
     policy = get_peft_model(build_model() if model is None else model, lora(**overrides))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in policy.named_parameters():
             if "lora_" in name:
-                weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+                weight.copy_(scale * torch.randn(weight.shape, generator=generator))
     return policy
 
 
@@ -218,3 +218,11 @@ def scripted_rollout(prompts: list[str], trainer) -> dict:
         "completion_ids": completions,
         "logprobs": None,
     }
+
+
+class ScriptedGeneration:
+    """[`scripted_rollout`] for a trainer that takes no `rollout_func`: it stands in the place of the sampler."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        prompts = self.processing_class.batch_decode(prompt_ids)
+        return scripted_rollout(prompts, self)["completion_ids"]

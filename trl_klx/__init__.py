@@ -8,10 +8,9 @@ from .controllers import (
     FixedKLController,
     KLController,
     PIDKLController,
-    get_kl_controller,
-    register_kl_controller,
 )
 from .estimators import estimate_kl
+from .registry import get_kl_controller, register_kl_controller
 from .trainers.grpo import KLXGRPOTrainer
 from .trainers.ppo import KLXPPOTrainer
 from .trainers.ppo_config import KLXPPOConfig

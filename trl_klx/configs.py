@@ -9,8 +9,9 @@ from typing import Any
 
 from trl import GRPOConfig, RLOOConfig
 
-from .controllers import KLController, get_kl_controller, get_kl_controller_class, list_kl_controllers
+from .controllers import KLController
 from .estimators import KL_ESTIMATORS
+from .registry import get_kl_controller, get_kl_controller_class, list_kl_controllers
 
 
 KL_PLACEMENTS = ("advantage", "reward", "loss")

@@ -14,7 +14,7 @@ REFERENCE_FILE = "kl_reference.safetensors"
 STATE_VERSION = 1
 
 
-def _replace(path: str, write) -> None:
+def _replace(path: str, write: Callable[[str], None]) -> None:
     """Write beside the file and rename, so that a reader finds the old file, the new one or none, never a torn one."""
     # Not from `tempfile`, whose files none but the owner may read.
     temporary = f"{path}.{os.getpid()}.tmp"

@@ -6,7 +6,6 @@ import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
-from trl.trainer.utils import disable_dropout_in_model
 
 from ..configs import REFERENCE_FIELDS
 from .ppo_config import KLXPPOConfig
@@ -80,7 +79,7 @@ def collect_rewards(
                 f"`reward_model` must be a sequence-classification model with `num_labels=1`, got "
                 f"{type(reward_model).__name__} with `num_labels={labels}`."
             )
-        disable_dropout_in_model(reward_model)
+        reward_model.eval()
     return [*funcs, reward_model], [*classes, own]
 
 

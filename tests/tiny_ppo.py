@@ -1,0 +1,207 @@
+"""PPO for the tests: tiny trainers that remember what they did, and PPO worked out a second time in plain loops."""
+
+import math
+import random
+
+import torch
+from tokenizers import processors
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from oracle import plain_model, sampled_logps
+from tiny import SPECIALS, WORDS, build_tokenizer, build_trainer
+from trl_klx import KLXPPOTrainer
+
+
+EOS = 1
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def build_ppo(output_dir, trainer_class=KLXPPOTrainer, *, num_generations=1, **settings):
+    """A PPO trainer on the tiny model, one completion per prompt unless told otherwise; see [`build_trainer`]."""
+    return build_trainer(trainer_class, output_dir, num_generations=num_generations, **settings)
+
+
+def train_ppo(output_dir, trainer_class=KLXPPOTrainer, **settings):
+    trainer = build_ppo(output_dir, trainer_class, **settings)
+    trainer.train()
+    return trainer
+
+
+def build_scorer(seed: int = 0, **overrides) -> LlamaForSequenceClassification:
+    """A reward or value model: one number per token, read at the last one by those who want one per text."""
+    settings = {
+        "vocab_size": len(WORDS) + len(SPECIALS),
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "num_labels": 1,
+        "initializer_range": 0.3,
+    } | overrides
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForSequenceClassification(LlamaConfig(**settings)).eval()
+
+
+def tokenizer_with_bos():
+    """A tokenizer that puts BOS before every text, as Llama's does."""
+    tokenizer = build_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 2)]
+    )
+    return tokenizer
+
+
+# ---- Rollouts that depend on nothing but the prompt ----
+
+
+def completion_of(prompt: str) -> list[int]:
+    draw = random.Random(prompt)
+    tokens = [draw.randrange(len(SPECIALS), len(SPECIALS) + len(WORDS)) for _ in range(draw.randrange(3, 7))]
+    return [*tokens[:-1], EOS] if draw.random() < 0.6 else tokens
+
+
+def rollout_with_tools(prompts: list[str], trainer) -> dict:
+    """Completions in which an environment wrote some tokens: at the start, in the middle, at the end, or none."""
+    completions = [completion_of(prompt) for prompt in prompts]
+    masks = []
+    for prompt, ids in zip(prompts, completions, strict=True):
+        mask = [1] * len(ids)
+        place = random.Random(f"tools|{prompt}").randrange(4)
+        if place < 3:
+            mask[(0, len(ids) // 2, len(ids) - 1)[place]] = 0
+        masks.append(mask)
+    return {
+        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+        "completion_ids": completions,
+        "logprobs": None,
+        "env_mask": masks,
+    }
+
+
+# ---- A trainer that remembers ----
+
+
+class RecordingPPOTrainer(KLXPPOTrainer):
+    """Keeps every rollout, and every micro-batch that went through the loss, with the weights of that moment."""
+
+    def __init__(self, *args, **kwargs):
+        self.rollouts: list[dict] = []
+        self.losses: list[dict] = []
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self._snapshot = None
+        super().__init__(*args, **kwargs)
+
+    def now(self) -> dict:
+        if self._snapshot is None or self._snapshot[0] != self.state.global_step:
+            policy = self.accelerator.unwrap_model(self.model)
+            with self.value_function.hidden():
+                plain = plain_model(policy)
+            value = {name: weight.detach().clone() for name, weight in self.value_function.module.state_dict().items()}
+            self._snapshot = self.state.global_step, {"policy": plain, "value": value}
+        return self._snapshot[1] | {"coef": 0.0 if self.kl_controller is None else self.kl_controller.value}
+
+    def _generate_and_score_completions(self, inputs):
+        now = self.now() | {"mode": "train" if self.model.training else "eval"}
+        batch = super()._generate_and_score_completions(inputs)
+        batch["row"] = torch.arange(len(batch["completion_ids"]))
+        self.rollouts.append(now | batch | {"rewards": self._ppo_rewards_per_func.clone()})
+        return batch
+
+    def _compute_loss(self, model, inputs):
+        now = self.now()
+        loss = super()._compute_loss(model, inputs)
+        self.losses.append(now | {"loss": loss.detach().clone(), "rollout": len(self.rollouts) - 1} | inputs)
+        return loss
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        named = self.accelerator.unwrap_model(self.model).named_parameters()
+        self.gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+        return loss
+
+
+# ---- PPO by hand ----
+
+
+@torch.no_grad()
+def values_by_hand(state: dict, policy, batch: dict, value_model=None) -> torch.Tensor:
+    """Value before each completion token, `(B, T)`: from the head's weights, or from those of a value model."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    length = batch["completion_ids"].size(1)
+    if value_model is None:
+        hidden = policy(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states[-1]
+        inner = hidden @ state["inner.weight"].T + state["inner.bias"]
+        values = inner.clamp(min=0) @ state["outer.weight"].T + state["outer.bias"]
+    else:
+        value_model.load_state_dict({name.removeprefix("model."): weight for name, weight in state.items()})
+        values = value_model.model(input_ids=ids, attention_mask=mask).last_hidden_state @ value_model.score.weight.T
+    return values[:, -length - 1 : -1, 0]
+
+
+def counting(batch: dict) -> list[list[int]]:
+    """Positions of the tokens that the policy produced, for each completion."""
+    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+    return [[t for t, counts in enumerate(row) if counts] for row in mask.tolist()]
+
+
+def kl_by_hand(batch: dict, reference, temperature: float) -> torch.Tensor:
+    """Log-ratio of each completion token, `(B, T)`."""
+    with torch.no_grad():
+        return sampled_logps(batch["policy"], batch, temperature) - sampled_logps(reference, batch, temperature)
+
+
+def advantages_by_hand(batch, kl, values, scores, *, coef, gamma, lam) -> tuple[list[dict], list[dict]]:
+    """Advantages and returns of each completion, by position. A score of `None` is a completion that does not train."""
+    advantages, returns = [], []
+    for row, positions in enumerate(counting(batch)):
+        positions = positions if scores[row] is not None else []
+        rewards = {t: -coef * float(kl[row][t]) for t in positions}
+        if positions:
+            rewards[positions[-1]] += scores[row]
+        estimate, following, advantage, outcome = 0.0, 0.0, {}, {}
+        for t in reversed(positions):
+            value = float(values[row][t])
+            estimate = rewards[t] + gamma * following - value + gamma * lam * estimate
+            advantage[t], outcome[t], following = estimate, estimate + value, value
+        advantages.append(advantage)
+        returns.append(outcome)
+    return advantages, returns
+
+
+def whitened(rows: list[dict]) -> list[dict]:
+    numbers = [number for row in rows for number in row.values()]
+    mean = sum(numbers) / max(1, len(numbers))
+    variance = sum((number - mean) ** 2 for number in numbers) / max(1, len(numbers))
+    return [{t: (number - mean) / math.sqrt(variance + 1e-8) for t, number in row.items()} for row in rows]
+
+
+def as_tensor(rows: list[dict], length: int) -> torch.Tensor:
+    """Rows by position as `(B, T)`, 0 where there is nothing."""
+    return torch.tensor([[row.get(t, 0.0) for t in range(length)] for row in rows], dtype=torch.float64)
+
+
+def losses_by_hand(
+    micro, rollout, advantages, returns, values, *, temperature, clip, value_clip
+) -> tuple[float, float]:
+    """Sums over the tokens of a micro-batch of PPO's clipped policy loss and of half its clipped value loss."""
+    with torch.no_grad():
+        logps = sampled_logps(micro["policy"], micro, temperature)
+        old_logps = sampled_logps(rollout["policy"], micro, temperature)
+    policy_loss = value_loss = 0.0
+    for row, source in enumerate(micro["row"].tolist()):
+        for t, advantage in advantages[source].items():
+            ratio = math.exp(float(logps[row, t] - old_logps[row, t]))
+            policy_loss += -min(ratio * advantage, min(max(ratio, 1 - clip), 1 + clip) * advantage)
+        for t, outcome in returns[source].items():
+            value, old = float(values[row][t]), float(rollout["ppo_values"][source][t])
+            clipped = min(max(value, old - value_clip), old + value_clip)
+            value_loss += 0.5 * max((value - outcome) ** 2, (clipped - outcome) ** 2)
+    return policy_loss, value_loss
