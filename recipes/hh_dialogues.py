@@ -229,8 +229,8 @@ NO_HELP = [
 HELPFUL_FLAWS = {
     "curt": 11,  # an answer of two or three words
     "rude": 13,  # an insult, sometimes with advice after it
-    "off_topic": 26,  # good advice for another topic
-    "wrong_item": 7,  # good advice for another item of the same topic
+    "off_topic": 18,  # good advice for another topic
+    "wrong_item": 6,  # good advice for another item of the same topic
     "vague": 12,  # friendly words without content
     "no_help": 10,  # ends without having helped
     "refusal": 10,  # declines a harmless question

@@ -341,10 +341,9 @@ def scripted(prompts, trainer):
 @pytest.mark.parametrize("owner", ["head", "model"])
 def test_micro_batches_do_not_matter(owner, mini_batches, tmp_path):
     runs = []
-    for batch, accumulation in ((8, 1), (2, 4), (1, 8)):
+    for batch, accumulation in ((8, 1), (2, 4)):
         trainer = build_ppo(
             tmp_path,
-            RecordingPPOTrainer,
             per_device_train_batch_size=batch,
             gradient_accumulation_steps=accumulation,
             num_mini_batches=mini_batches,
@@ -359,17 +358,16 @@ def test_micro_batches_do_not_matter(owner, mini_batches, tmp_path):
         assert trainer.args.generation_batch_size == 8
         trainer.train()
         runs.append(trainer)
-    whole, *cut = runs
-    assert len(whole.losses) < len(cut[0].losses) < len(cut[1].losses)
+    whole, cut = runs
+    assert (whole.args.steps_per_generation, cut.args.steps_per_generation) == (mini_batches, 4)
     initial = build_model().state_dict()
-    assert any(
-        (weight - initial[name]).abs().max() > 5e-3 for name, weight in weights(whole).items() if name in initial
-    )
-    for other in cut:
-        for name, weight in weights(whole).items():
-            torch.testing.assert_close(weights(other)[name], weight, atol=1e-5, rtol=0)
-        for name in ("loss", "ppo/policy_loss", "ppo/value_loss", "ppo/explained_variance", "klx/kl", "grad_norm"):
-            assert logged(other, name) == pytest.approx(logged(whole, name), abs=1e-5), name
+    assert max((weights(whole)[name] - weight).abs().max() for name, weight in initial.items()) > 5e-3
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weights(cut)[name], weight, atol=1e-5, rtol=0)
+    for name in ("loss", "ppo/policy_loss", "ppo/value_loss", "ppo/explained_variance", "klx/kl"):
+        assert logged(cut, name) == pytest.approx(logged(whole, name), abs=1e-5), name
+    # Not 1e-5 in absolute terms: in fp32 the norms, around 20, have six digits.
+    assert logged(cut, "grad_norm") == pytest.approx(logged(whole, "grad_norm"), rel=1e-5)
 
 
 def test_forward_batch_size_outside_the_loss_does_not_matter(tmp_path):

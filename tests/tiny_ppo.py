@@ -4,8 +4,8 @@ import math
 import random
 
 import torch
-from tokenizers import processors
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from oracle import plain_model, sampled_logps
 from tiny import SPECIALS, WORDS, build_tokenizer, build_trainer
@@ -56,6 +56,17 @@ def tokenizer_with_bos():
         single="<bos> $A", special_tokens=[("<bos>", 2)]
     )
     return tokenizer
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte: texts can be cut anywhere, as with a real tokenizer."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(SPECIALS + alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
+    )
 
 
 # ---- Rollouts that depend on nothing but the prompt ----

@@ -1,5 +1,6 @@
 """Run every case of `batchings.py` in this process group; each rank writes what it saw."""
 
+import gc
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from batchings import CASES, run_case
 
 
 torch.set_num_threads(1)
+gc.freeze()
 folder = sys.argv[1]
 processes, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 results = {

@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..adapters import WEIGHTS_FILE, only_trained_adapter, trained_adapter
-from ..references import saved_steps
+from ..moving import Weights
+from ..references import AdapterReference, saved_steps
 from ..state import read_kl_reference, read_kl_state, write_kl_state
 
 
@@ -36,6 +37,16 @@ class KLXCheckpointMixin:
             "reference": self.kl_reference.identity,
         }
 
+    @property
+    def _klx_starts_from_adapter(self) -> bool:
+        """Whether the reference is the adapter that the run began with, which no file but ours has."""
+        identity = self.kl_reference.identity
+        return isinstance(self.kl_reference, AdapterReference) and identity.get("step") == 0
+
+    def _klx_reference_state(self) -> Weights:
+        """Weights of the reference that a checkpoint must carry."""
+        return self.kl_reference.weights() if self._klx_starts_from_adapter else self.kl_reference.state()
+
     def _save(self, output_dir=None, state_dict=None):
         if self.kl_reference is None:
             return super()._save(output_dir, state_dict)
@@ -55,10 +66,17 @@ class KLXCheckpointMixin:
             return super()._save_checkpoint(model, trial)
         run_dir = self._get_output_dir(trial=trial)
         folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        protected = self.args.kl_penalty_reference_step
+        if protected and protected == self.state.global_step:
+            warnings.warn(
+                f"No checkpoint is saved at step {protected}: {folder!r}, of an earlier run, is the KL reference and must "
+                "not be written over. Use another `output_dir` and `kl_ref_adapter_path` to save it.",
+                stacklevel=2,
+            )
+            return
         # Before the host's files: a checkpoint that the host holds for complete then has this state too.
         if self.args.should_save:
-            write_kl_state(folder, self._klx_state(), self.kl_reference.state())
-        protected = self.args.kl_penalty_reference_step
+            write_kl_state(folder, self._klx_state(), self._klx_reference_state())
         if not protected or not self.args.save_total_limit:
             return super()._save_checkpoint(model, trial)
         # The host's rotation knows one checkpoint to spare, the best one; ours spares the reference as well.
@@ -72,13 +90,16 @@ class KLXCheckpointMixin:
             self._klx_rotate_checkpoints(run_dir, limit, protected)
 
     def _klx_rotate_checkpoints(self, run_dir: str, limit: int, protected: int) -> None:
-        """Keep the newest `limit` checkpoints, and besides them the reference and the best one."""
-        spared = {os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{protected}"), self.state.best_model_checkpoint}
-        steps = [step for step in saved_steps(run_dir) if step != protected]
-        for step in steps[:-limit]:
-            folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-            if folder not in spared:
-                shutil.rmtree(folder, ignore_errors=True)
+        """Keep `limit` checkpoints, among them the newest and the best as the host does, and besides the reference."""
+        newest = self.state.global_step
+        # Steps beyond the present one are of an earlier run in the same folder, and so are older.
+        steps = sorted((step <= newest, step) for step in saved_steps(run_dir) if step != protected)
+        folders = [f"{PREFIX_CHECKPOINT_DIR}-{step}" for _, step in steps]
+        spared = {f"{PREFIX_CHECKPOINT_DIR}-{newest}", os.path.basename(self.state.best_model_checkpoint or "")}
+        for folder in [folder for folder in folders if folder not in spared]:
+            if len(folders) > limit:
+                shutil.rmtree(os.path.join(run_dir, folder), ignore_errors=True)
+                folders.remove(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -105,16 +126,29 @@ class KLXCheckpointMixin:
             )
             return
         self._klx_check_reference(state["reference"], checkpoint)
-        if self.kl_reference.mover is not None:
-            self.kl_reference.load_state(read_kl_reference(checkpoint))
+        self._klx_load_reference(state["reference"], checkpoint)
         self._klx_load_controller(state["controller"], checkpoint)
         if self._klx_drift is not None and state.get("drift") is not None:
-            self._klx_drift.load_state_dict(state["drift"])
+            try:
+                self._klx_drift.load_state_dict(state["drift"])
+            except ValueError as error:
+                raise ValueError(f"Cannot resume: the drift window in {checkpoint!r} is not valid ({error})") from error
+
+    def _klx_load_reference(self, saved: dict, checkpoint: str) -> None:
+        if self.kl_reference.mover is not None:
+            self.kl_reference.load_state(read_kl_reference(checkpoint))
+        elif self._klx_starts_from_adapter and saved.get("hash") != self.kl_reference.identity["hash"]:
+            # A new adapter starts from noise, which need not have been seeded. The run's own start is in the checkpoint.
+            state = read_kl_reference(checkpoint)
+            for name, weight in self.kl_reference.weights().items():
+                weight.data.copy_(state[name])
+            self.kl_reference.identity["hash"] = saved["hash"]
 
     def _klx_check_reference(self, saved: dict, checkpoint: str) -> None:
         # A reference may have moved to another folder; its kind and its weights must be the same.
-        now = {key: value for key, value in self.kl_reference.identity.items() if key != "path"}
-        then = {key: value for key, value in saved.items() if key != "path"}
+        free = {"path", "hash"} if self._klx_starts_from_adapter else {"path"}
+        now = {key: value for key, value in self.kl_reference.identity.items() if key not in free}
+        then = {key: value for key, value in saved.items() if key not in free}
         if now != then:
             raise ValueError(
                 f"The KL reference is not the one that the checkpoint {checkpoint!r} was trained against: it was "

@@ -15,6 +15,7 @@ from ..gae import clipped_value_loss, compute_gae, shape_rewards
 from ..references import AdapterReference, KLReference, ModelReference, add_trl_lm_head, fingerprint
 from ..scaling import RewardScaler
 from ..scoring import Scored, causal_lm
+from ..stopping import generate_until, holds_text
 from ..values import ValueFunction, ValueHead, ValueModel, call_without_value, freeze_bottom_layers
 from .grpo import KLXGRPOTrainer
 from .ppo_checkpointing import PPOCheckpointMixin
@@ -195,19 +196,11 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
             self.eos_token_ids = [*self.eos_token_ids, stop]
             self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
         if self.args.stop_strings:
-            self.generation_config.stop_strings = self.args.stop_strings
-            # `generate` matches texts through the tokenizer, which TRL does not hand it.
-            policy.generate = functools.partial(policy.generate, tokenizer=self._tokenizer)
+            policy.generate = functools.partial(
+                generate_until, policy.generate, self._tokenizer, self.args.stop_strings
+            )
 
     # ---- Generation ----
-
-    def _ppo_stopped(self, ids: list[int]) -> bool:
-        """Whether a completion holds one of the texts that end it."""
-        stops = self.args.stop_strings
-        if not stops:
-            return False
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return any(stop in text for stop in stops)
 
     def _generate_single_turn(self, *args, **kwargs):
         completion_ids, *others = super()._generate_single_turn(*args, **kwargs)
@@ -220,7 +213,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         end = len(ids)
         while end > 1 and ids[end - 1] == self._tokenizer.pad_token_id:
             end -= 1
-        return ids[:end] if self._ppo_stopped(ids[:end]) else ids
+        return ids[:end] if holds_text(self._tokenizer, self.args.stop_strings, ids[:end]) else ids
 
     # ---- Forward passes ----
 
@@ -330,7 +323,8 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         ended = torch.isin(last, torch.tensor(self.eos_token_ids, device=ids.device))
         if self.args.stop_strings:
             rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
-            ended = ended | torch.tensor([self._ppo_stopped(row) for row in rows], device=ids.device)
+            stopped = [holds_text(self._tokenizer, self.args.stop_strings, row) for row in rows]
+            ended = ended | torch.tensor(stopped, device=ids.device)
         return ended
 
     def _ppo_whiten(self, values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:

@@ -64,8 +64,10 @@ class PPOCheckpointMixin:
         try:
             self.value_function.module.load_state_dict(load_file(path))
         except Exception as error:
+            # Torch goes on to list every weight.
+            reason = str(error).splitlines()[0]
             raise ValueError(
-                f"Cannot resume: the value function in {path!r} cannot be loaded ({error}). Pass the `value_model` of that "
+                f"Cannot resume: the value function in {path!r} cannot be loaded ({reason}). Pass the `value_model` of that "
                 "run, or none if it had none; or delete the file to start the value function anew."
             ) from error
 

@@ -1,0 +1,43 @@
+"""Texts that end a completion."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
+
+
+class StopTexts(StopStringCriteria):
+    """
+    Stops a row once its completion holds one of the texts. What the prompt ends with is not looked at: a text that
+    begins there is not the completion's.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer of the policy.
+        texts (`list[str]`):
+            Texts that end a completion.
+        prompt_length (`int`):
+            Tokens of the prompt, padding included.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: list[str], prompt_length: int):
+        super().__init__(tokenizer, texts)
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
+        return super().__call__(input_ids[:, self.prompt_length :], scores, **kwargs)
+
+
+def generate_until(generate: Callable, tokenizer: PreTrainedTokenizerBase, texts: list[str], inputs=None, **kwargs):
+    """`generate` of a model, with texts that end a completion, beside EOS."""
+    prompt = inputs if inputs is not None else kwargs.get("input_ids")
+    criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
+    # Without token ids (`inputs_embeds`) the output is the completion alone.
+    criteria.append(StopTexts(tokenizer, texts, 0 if prompt is None else prompt.size(1)))
+    return generate(inputs, stopping_criteria=criteria, **kwargs)
+
+
+def holds_text(tokenizer: PreTrainedTokenizerBase, texts: list[str], ids: list[int]) -> bool:
+    """Whether a completion holds one of the texts."""
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return any(stop in text for stop in texts)
