@@ -1,10 +1,11 @@
 """
-Tiny models for the dialogues of `hh_dialogues.py`, trained in about two minutes on two CPU cores and then cached: a
-tokenizer, a policy (supervised on good and bad answers alike, so that it is mediocre on purpose) and a reward model
-(trained on the preferences). Nothing is downloaded.
+Tiny models for the dialogues of `hh_dialogues.py`, trained once in a few minutes on two CPU cores and then
+cached: a tokenizer, a policy (supervised on good and bad answers alike, so that it is mediocre on purpose) and a reward
+model (trained on the preferences). Nothing is downloaded.
 
 ```python
 from hh_bootstrap import prepare_default
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 assets = prepare_default("~/.cache/trl_klx")
 policy = AutoModelForCausalLM.from_pretrained(assets.sft_path)

@@ -24,6 +24,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+
+# Before torch is imported: threads that spin while they wait make small models crawl on a machine that is shared.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType

@@ -4,22 +4,28 @@ import math
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 
 def plain_model(policy, adapter: str | None = "default"):
     """The policy as a plain transformers model: the weights copied, an adapter merged by hand."""
     peft = isinstance(policy, PeftModel)
+    base = policy.get_base_model() if peft else policy
     # The run that is watched must not notice.
     with torch.random.fork_rng():
-        plain = AutoModelForCausalLM.from_config((policy.get_base_model() if peft else policy).config)
+        plain = type(base)(base.config)
     if not peft:
         plain.load_state_dict(policy.state_dict())
         return plain.eval()
-    state = policy.get_base_model().state_dict()
-    merged = {name.replace(".base_layer", ""): value.clone() for name, value in state.items() if "lora_" not in name}
+    state = base.state_dict()
+    merged = {
+        name.replace(".base_layer", "").replace(".original_module", ""): value.clone()
+        for name, value in state.items()
+        if "lora_" not in name and ".modules_to_save." not in name
+    }
     if adapter is not None:
         config = policy.peft_config[adapter]
+        for name in [name for name in state if f".modules_to_save.{adapter}." in name]:
+            merged[name.replace(f".modules_to_save.{adapter}", "")] = state[name].clone()
         ending = f".lora_A.{adapter}.weight"
         for name in [name for name in state if name.endswith(ending)]:
             stem = name.removesuffix(ending)
@@ -33,7 +39,8 @@ def log_distributions(model, batch: dict, temperature: float = 1.0) -> torch.Ten
     """Log-probs of every token of the vocabulary at every position of the completions, `(B, T, V)`."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    logits = model(input_ids=ids, attention_mask=mask).logits
+    images = {name: batch[name] for name in ("pixel_values",) if name in batch}
+    logits = model(input_ids=ids, attention_mask=mask, **images).logits
     length = batch["completion_ids"].size(1)
     return torch.log_softmax(logits[:, -length - 1 : -1].double() / temperature, dim=-1)
 

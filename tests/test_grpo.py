@@ -90,6 +90,23 @@ def test_advantages_with_every_estimator(estimator, tmp_path):
         assert all(math.isfinite(value) for key, value in entry.items() if key.startswith("klx/"))
 
 
+@pytest.mark.parametrize("fields", [{}, {"kl_penalty_reference_step": 0}], ids=["base", "step"])
+@pytest.mark.parametrize("batching", [{}, ACCUMULATED], ids=["one", "accumulated"])
+def test_exact_kl_when_the_lm_head_is_trained_too(batching, fields, tmp_path):
+    # Policy and reference then project their hidden states through heads of their own.
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_estimator="full",
+        learning_rate=4e-3,
+        extras={"peft_config": lora(modules_to_save=["lm_head"])},
+        **batching,
+        **fields,
+    )
+    check_advantages(trainer, build_model(), "full")
+
+
 @pytest.mark.parametrize("centering", CENTERINGS)
 def test_advantages_with_discount(centering, tmp_path):
     trainer = train(

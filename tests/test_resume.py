@@ -266,7 +266,7 @@ def test_the_same_reference_in_another_folder_is_accepted(folder, adapter, tmp_p
 
 @pytest.mark.parametrize(
     "overrides",
-    [{"kl_penalty_coef": 0.4}, {"kl_controller": "exponential"}],
+    [{"kl_penalty_coef": 0.4}, {"kl_controller": "exponential", "kl_controller_kwargs": None}],
     ids=["coefficient", "controller"],
 )
 def test_a_changed_controller_warns_and_starts_from_the_config(overrides, folder, adapter):

@@ -99,8 +99,7 @@ def build_trainer(trainer_class, output_dir, *, model=None, rewards=reward_even_
         reward_funcs=rewards,
         args=args,
         train_dataset=build_dataset() if dataset is None else dataset,
-        processing_class=build_tokenizer(),
-        **extras,
+        **({"processing_class": build_tokenizer()} | extras),
     )
 
 

@@ -349,12 +349,10 @@ def _attach(model: PeftModel, config: PeftConfig, weights: dict[str, torch.Tenso
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     with rng_kept(model):
         model.add_adapter(REFERENCE_ADAPTER, config)
+    for parameter, flag in flags:
+        parameter.requires_grad_(flag)
     for name, parameter in adapter_tensors(model, REFERENCE_ADAPTER).items():
+        parameter.requires_grad_(False)
         if ".lora_" in name and parameter.dtype.itemsize < 4:
             parameter.data = parameter.data.float()  # as PEFT loads adapters, and its later versions add them
     set_peft_model_state_dict(model, weights, adapter_name=REFERENCE_ADAPTER)
-    model.base_model.set_adapter(model.active_adapters)
-    for parameter, flag in flags:
-        parameter.requires_grad_(flag)
-    for parameter in adapter_tensors(model, REFERENCE_ADAPTER).values():
-        parameter.requires_grad_(False)
