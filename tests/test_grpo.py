@@ -24,7 +24,7 @@ from tiny import (
     trained_lora,
     weights,
 )
-from transformers import TrainerCallback
+from transformers import CohereConfig, CohereForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_klx import KLController, KLXGRPOConfig, KLXGRPOTrainer, register_kl_controller
@@ -107,6 +107,39 @@ def test_exact_kl_when_the_lm_head_is_trained_too(batching, fields, tmp_path):
     check_advantages(trainer, build_model(), "full")
 
 
+def test_exact_kl_refuses_an_adapter_on_the_lm_head(tmp_path):
+    # Newer TRL refuses it altogether.
+    with pytest.raises(ValueError, match="adapter (on the LM head|to `lm_head`)"):
+        build_trainer(
+            KLXGRPOTrainer,
+            tmp_path,
+            kl_penalty_coef=0.3,
+            kl_estimator="full",
+            extras={"peft_config": lora(target_modules=["q_proj", "lm_head"])},
+        )
+
+
+def test_exact_kl_refuses_logits_that_it_cannot_rebuild(tmp_path):
+    # Cohere scales its logits. The first completion is masked, and must not be taken for a proof that all is well.
+    def rollout(prompts, trainer):
+        completions = [[5, 6, 7]] + [[5, 6, 1]] * (len(prompts) - 1)
+        return scripted_rollout(prompts, trainer) | {"completion_ids": completions}
+
+    like = build_model().config
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    model = CohereForCausalLM(CohereConfig(logit_scale=0.5, initializer_range=0.3, **{name: getattr(like, name) for name in names}))
+    with pytest.raises(ValueError, match="`kl_estimator='full'` cannot be used with CohereForCausalLM"):
+        train(
+            KLXGRPOTrainer,
+            tmp_path,
+            model=model,
+            kl_penalty_coef=0.3,
+            kl_estimator="full",
+            mask_truncated_completions=True,
+            extras={"rollout_func": rollout},
+        )
+
+
 @pytest.mark.parametrize("centering", CENTERINGS)
 def test_advantages_with_discount(centering, tmp_path):
     trainer = train(
@@ -140,6 +173,21 @@ def test_advantages_of_reused_batches(centering, estimator, tmp_path):
     assert [loss["rollout"] for loss in trainer.losses] == [0] * 4 + [1] * 4
     check_advantages(trainer, build_model(), estimator)
     assert len(logged(trainer, "klx/kl")) == 2
+
+
+def test_exact_kl_of_reused_batches(tmp_path):
+    # The policy's LM head moves while the batch is in use, between two micro-batches too.
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_centering="microbatch",
+        kl_estimator="full",
+        steps_per_generation=2,
+        max_steps=4,
+        learning_rate=2e-3,
+    )
+    check_advantages(trainer, build_model(), "full")
 
 
 def test_advantages_of_a_batch_used_twice_in_one_step(tmp_path):
@@ -244,10 +292,14 @@ def test_truncated_completions_do_not_count(tmp_path):
         recording(KLXGRPOTrainer),
         tmp_path,
         kl_penalty_coef=0.3,
+        kl_target=0.05,
+        kl_horizon=100,
         mask_truncated_completions=True,
         extras={"rollout_func": scripted_rollout, **LORA},
         **ACCUMULATED,
     )
+    # They are completions of the batch all the same, which is what the controller counts.
+    check_adaptive_trace(trainer, completions=8)
     masked = [batch["completion_mask"].sum(1) == 0 for batch in trainer.generated]
     assert any(rows.any() for rows in masked) and not any(rows.all() for rows in masked)
     check_advantages(trainer, build_model())
@@ -306,6 +358,58 @@ def test_rollouts_of_a_function(tmp_path):
         **ACCUMULATED,
     )
     check_advantages(trainer, build_model())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
+        {"top_entropy_quantile": 0.5, "entropy_coef": 0.01},
+        {"delta": 2.0, "loss_type": "bnpo", "num_iterations": 2},
+        {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"},
+        {"cast_lm_head_to_fp32": True, "pad_to_multiple_of": 8, "kl_estimator": "full"},
+        {"disable_dropout": True, "shuffle_dataset": False, "model": "dropout"},
+    ],
+    ids=lambda fields: "+".join(fields),
+)
+def test_other_settings_of_trl(fields, tmp_path):
+    fields = dict(fields)
+    if fields.pop("model", None):
+        fields["model"] = build_model(attention_dropout=0.5)
+    trainer = train(recording(KLXGRPOTrainer), tmp_path, kl_penalty_coef=0.3, extras=LORA, **ACCUMULATED, **fields)
+    check_advantages(trainer, build_model(), fields.get("kl_estimator", "k1"))
+    assert all(math.isfinite(value) for value in logged(trainer, "loss") + logged(trainer, "grad_norm"))
+
+
+def test_dropout_of_the_policy_is_not_in_the_reference(tmp_path):
+    # The reference is run as it would be deployed: its log-probs are those of the plain model, without noise.
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        model=build_model(attention_dropout=0.5),
+        kl_penalty_coef=0.3,
+        kl_placement="loss",
+        extras={"peft_config": lora(lora_dropout=0.5)},
+    )
+    for batch in trainer.generated:
+        counts = batch["completion_mask"].bool()
+        with torch.no_grad():
+            expected = sampled_logps(build_model().eval(), batch).float()
+        torch.testing.assert_close(batch["ref_per_token_logps"][counts], expected[counts], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "full"])
+def test_half_precision(estimator, tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        model=build_model().to(torch.bfloat16),
+        kl_penalty_coef=0.3,
+        kl_estimator=estimator,
+        **ACCUMULATED,
+    )
+    assert logged(trainer, "klx/kl")[0] == 0.0 and logged(trainer, "klx/kl")[-1] > 1e-3
+    assert all(loss["advantages"].dtype == torch.float32 for loss in trainer.losses)
 
 
 def test_iterable_dataset(tmp_path):
@@ -528,6 +632,24 @@ def test_loss_placement_applies_the_coefficient_of_the_controller(tmp_path):
         assert loss["loss"].item() == pytest.approx(statistics.fmean(per_sequence), abs=1e-5)
 
 
+@pytest.mark.parametrize("batching", [ACCUMULATED, {"num_iterations": 2}], ids=["accumulated", "twice"])
+def test_loss_placement_keeps_the_coefficient_of_the_batch(batching, tmp_path):
+    trainer = train(
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.2,
+        kl_placement="loss",
+        kl_controller="exponential",
+        kl_target=0.1,
+        max_steps=4,
+        extras=LORA,
+        **batching,
+    )
+    coefs = logged(trainer, "klx/coef")
+    assert len(set(coefs)) == len(coefs) > 1
+    assert [loss["beta"] for loss in trainer.losses] == [coefs[loss["rollout"]] for loss in trainer.losses]
+
+
 # ---- Metrics, controller, evaluation ----
 
 
@@ -594,6 +716,31 @@ def test_saturation_is_logged(tmp_path):
     )
     assert logged(trainer, "klx/coef") == [0.3, 0.2, 0.2, 0.2]
     assert logged(trainer, "klx/saturated") == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_drift_warns_once_per_crossing(tmp_path, caplog):
+    trainer = train(
+        KLXGRPOTrainer,
+        tmp_path,
+        kl_penalty_coef=0.1,
+        kl_controller="fixed",
+        kl_target=1e-6,
+        kl_warn_window=2,
+        max_steps=5,
+        extras=LORA,
+    )
+    assert min(logged(trainer, "klx/kl")[1:]) > 1e-5
+    (record,) = [record for record in caplog.records if "The mean KL per sequence" in record.getMessage()]
+    assert record.levelname == "WARNING" and "more than twice the target of 1e-06" in record.getMessage()
+
+
+def test_monitor_with_a_target(tmp_path, caplog):
+    trainer = train(KLXGRPOTrainer, tmp_path, kl_monitor=True, kl_target=1e-6, kl_warn_window=2, extras=LORA)
+    kl = logged(trainer, "klx/kl")
+    assert logged(trainer, "klx/error") == pytest.approx([value / 1e-6 - 1 for value in kl])
+    assert logged(trainer, "klx/coef") == [0.0, 0.0, 0.0]
+    assert logged(trainer, "klx/saturated") == logged(trainer, "klx/adjustment_abs_mean") == []
+    assert sum("The mean KL per sequence" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_public_attributes(tmp_path):

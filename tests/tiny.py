@@ -176,7 +176,8 @@ class Recorder:
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
         # After the loss, because ours sets the advantages in the middle of it.
-        self.losses.append({"loss": loss.detach().clone(), "rollout": len(self.generated) - 1} | inputs)
+        seen = {"loss": loss.detach().clone(), "beta": self.beta, "rollout": len(self.generated) - 1}
+        self.losses.append(seen | inputs)
         return loss
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from accelerate.utils import is_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional
 
@@ -51,14 +52,22 @@ def captured_hidden(model: nn.Module, logits_to_keep: int) -> Iterator[list[torc
 
 
 def lm_head(model: nn.Module, temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The map from hidden states to fp32 logits at the sampling temperature."""
+    """
+    The map from hidden states to fp32 logits at the sampling temperature. It keeps the weights that the head has now:
+    an adapter may bring a head of its own, which is there only while it is active.
+    """
     model = causal_lm(model)
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer):
+        raise ValueError(
+            "`kl_estimator='full'` cannot be used with an adapter on the LM head, which changes logits beyond its weights. "
+            "Take the LM head out of `target_modules`, or use `kl_estimator='k3'`."
+        )
+    weight, bias = head.weight, getattr(head, "bias", None)
     cap = getattr(config, "final_logit_softcapping", None)
 
     def project(hidden: torch.Tensor) -> torch.Tensor:
-        weight, bias = head.weight, getattr(head, "bias", None)
         logits = functional.linear(hidden.to(weight.dtype), weight, bias).float()
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
@@ -67,19 +76,26 @@ def lm_head(model: nn.Module, temperature: float) -> Callable[[torch.Tensor], to
     return project
 
 
-def check_lm_head(model: nn.Module, temperature: float, scored: Scored, tokens: torch.Tensor, mask: torch.Tensor):
+def check_lm_head(
+    model: nn.Module, temperature: float, scored: Scored, tokens: torch.Tensor, mask: torch.Tensor
+) -> bool:
     """
-    Compare the log-probs that [`lm_head`] gives for the first completion with those of the trainer. Architectures
-    scale their logits in ways of their own; one that is not known here must not be measured wrongly.
+    Compare the log-probs that [`lm_head`] gives for one completion with those of the trainer. Architectures scale their
+    logits in ways of their own; one that is not known here must not be measured wrongly. Returns whether there was
+    anything to compare.
     """
-    logps = torch.log_softmax(lm_head(model, temperature)(scored.hidden[:1]), dim=-1)
-    logps = logps.gather(-1, tokens[:1].unsqueeze(-1)).squeeze(-1)  # (1, T)
-    error = (logps - scored.logps[:1]).abs()[mask[:1].bool()]
-    if error.numel() and error.median() > 0.05:
+    rows = mask.bool().any(dim=1).nonzero().flatten()[:1]
+    if not len(rows):
+        return False
+    logps = torch.log_softmax(lm_head(model, temperature)(scored.hidden[rows]), dim=-1)
+    logps = logps.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)  # (1, T)
+    error = (logps - scored.logps[rows]).abs()[mask[rows].bool()].median().item()
+    if error > 0.05:
         raise ValueError(
             f"`kl_estimator='full'` cannot be used with {type(causal_lm(model)).__name__}: the logits rebuilt from its "
-            f"hidden states are off by {error.median().item():.3g} nats. Use `kl_estimator='k3'`."
+            f"hidden states are off by {error:.3g} nats. Use `kl_estimator='k3'`."
         )
+    return True
 
 
 def measure_kl(

@@ -106,6 +106,8 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         self.kl_reference = self._klx_build_reference(self.accelerator.unwrap_model(self.model))
         self._klx_rollouts: dict[str, Rollout] = {}
         self._klx_lm_head_checked = False
+        if self.args.kl_estimator == "full":
+            lm_head(self.accelerator.unwrap_model(self.model), self.temperature)  # refuses a head it cannot do
         if self.args.kl_target is not None and self.args.kl_warn_window > 0:
             self._klx_drift = DriftMonitor(
                 target=self.args.kl_target, window=self.args.kl_warn_window, unit=self.args.kl_target_unit
@@ -175,8 +177,8 @@ class KLXTrainerMixin(KLXCheckpointMixin):
             mask = args[1][:, -logits_to_keep:]
             with torch.no_grad():
                 model = self.accelerator.unwrap_model(model)
-                check_lm_head(model, self.temperature, scored.detach(), input_ids[:, -logits_to_keep:], mask)
-            self._klx_lm_head_checked = True
+                tokens = input_ids[:, -logits_to_keep:]
+                self._klx_lm_head_checked = check_lm_head(model, self.temperature, scored.detach(), tokens, mask)
         return output, scored
 
     @torch.no_grad()
@@ -245,36 +247,41 @@ class KLXTrainerMixin(KLXCheckpointMixin):
             policy = self._klx_score_policy(*arguments)
         if centering == "group":
             batch["klx_group"] = self._klx_group_ids(batch)
-        if policy is not None and centering != "microbatch":
-            self._klx_measure(batch, rollout, policy, reference)
-            self._klx_finish(rollout)
-            return
+        if policy is not None:
+            measured = self._klx_per_token_kl(policy, reference)
+            if centering != "microbatch":
+                self._klx_measure(batch, rollout, measured)
+                self._klx_finish(rollout)
+                return
+            # Its mean is that of a micro-batch, which is not known before the loss.
+            batch["klx_measured"] = torch.stack(measured, dim=-1)  # (B, T, 3)
+        else:
+            batch["klx_reference_logps"] = reference.logps
+            if reference.hidden is not None:
+                batch["klx_reference_hidden"] = reference.hidden
         rollout.pending = micro_batches
-        for owner, scored in (("policy", policy), ("reference", reference)):
-            if scored is not None:
-                batch[f"klx_{owner}_logps"] = scored.logps
-                if scored.hidden is not None:
-                    batch[f"klx_{owner}_hidden"] = scored.hidden
 
     def _klx_measure_in_loss(self, batch: dict, policy: Scored) -> None:
         """Measure a micro-batch that generation left unmeasured. `policy` is its forward in the loss."""
-        if "klx_reference_logps" not in batch:
+        if "klx_measured" in batch:
+            measured = batch["klx_measured"].unbind(-1)
+        elif "klx_reference_logps" in batch:
+            reference = Scored(batch["klx_reference_logps"], batch.get("klx_reference_hidden"))
+            measured = self._klx_per_token_kl(policy.detach(), reference)
+        else:
             return
-        if "klx_policy_logps" in batch:
-            policy = Scored(batch["klx_policy_logps"], batch.get("klx_policy_hidden"))
-        reference = Scored(batch["klx_reference_logps"], batch.get("klx_reference_hidden"))
         rollout = self._klx_rollouts[self._klx_mode]
-        self._klx_measure(batch, rollout, policy.detach(), reference)
+        self._klx_measure(batch, rollout, measured)
         if rollout.pending > 0:
             rollout.pending -= 1
             if rollout.pending == 0:
                 self._klx_finish(rollout)
 
     @torch.no_grad()
-    def _klx_measure(self, batch: dict, rollout: Rollout, policy: Scored, reference: Scored) -> None:
+    def _klx_measure(self, batch: dict, rollout: Rollout, measured: tuple[torch.Tensor, ...]) -> None:
         """Add a batch to the rollout's totals and, with the penalty in the advantages, adjust them."""
         mask = self._klx_mask(batch)
-        per_token_kl, statistic, k1 = self._klx_per_token_kl(policy, reference)
+        per_token_kl, statistic, k1 = measured
         adjustment = self._klx_penalise(batch, per_token_kl, mask, rollout.coef)
         self._klx_add_totals(rollout, statistic, k1, mask, adjustment)
 
@@ -290,7 +297,9 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         self._klx_apply(batch, adjustment)
         return adjustment
 
-    def _klx_per_token_kl(self, policy: Scored, reference: Scored):
+    @torch.no_grad()
+    def _klx_per_token_kl(self, policy: Scored, reference: Scored) -> tuple[torch.Tensor, ...]:
+        """The KL of each token three ways, see [`measure_kl`]."""
         policy_head = reference_head = None
         if self.args.kl_estimator == "full":
             policy_head = lm_head(self.accelerator.unwrap_model(self.model), self.temperature)
