@@ -4,18 +4,20 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS := .ci/constraints.txt
+# One test process per core: each of them computes on one thread.
+WORKERS ?= auto
 SOURCES := trl_klx recipes benchmarks tests
 OLDEST_TRL := 1.14.2
 OLDEST := $(VENV)/oldest-trl
 OLDEST_TESTS := tests/test_trl_contract.py tests/test_parity.py tests/test_grpo.py tests/test_rloo.py
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test test-fast style quality bench clean
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$$(grep '^torch==' $(CONSTRAINTS))"
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) setuptools
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[dev,plot]"
@@ -30,11 +32,11 @@ $(OLDEST)/.installed: $(STAMP)
 	touch $@
 
 test: $(STAMP) $(OLDEST)/.installed
-	$(BIN)/python -m pytest
-	KLX_EXPECTED_TRL=$(OLDEST_TRL) PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(OLDEST_TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS)
+	KLX_EXPECTED_TRL=$(OLDEST_TRL) PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 style: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
