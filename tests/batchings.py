@@ -1,7 +1,14 @@
 """The same generation batches, cut into micro-batches and spread over processes in several ways."""
 
-from tiny import ScriptedGeneration, build_trainer, logged, recording, reward_even_tokens, scripted_rollout, trained_lora
-
+from tiny import (
+    ScriptedGeneration,
+    build_trainer,
+    logged,
+    recording,
+    reward_even_tokens,
+    scripted_rollout,
+    trained_lora,
+)
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 
 

@@ -12,12 +12,18 @@ import gc
 
 import pytest
 import torch
+
 from tiny import build_model, build_tokenizer
 
 
 torch.set_num_threads(1)
 # Stable TRL features that it calls experimental.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+def pytest_configure(config):
+    # Known to pytest-xdist alone, which need not be there.
+    config.addinivalue_line("markers", "xdist_group(name): tests that share an expensive fixture, for one worker")
 
 
 @pytest.fixture(scope="session", autouse=True)

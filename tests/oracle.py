@@ -94,7 +94,9 @@ def discounted(kl: list[list[float]], counts: list[list[int]], discount: float) 
     ]
 
 
-def centered(kl: list[list[float]], counts: list[list[int]], coef: float, sets: list[list[int]] | None) -> torch.Tensor:
+def centered(
+    kl: list[list[float]], counts: list[list[int]], coef: float, sets: list[list[int]] | None
+) -> torch.Tensor:
     """`coef * (mean - kl)` on the tokens that count; `sets` are the rows that share a mean, `None` for no mean."""
     result = [[0.0] * len(row) for row in kl]
     for rows in sets if sets is not None else [[row] for row in range(len(kl))]:

@@ -4,7 +4,6 @@ import os
 import signal
 
 from tiny import build_dataset, build_trainer, history, lora, reward_even_tokens, trained_lora, weights
-
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 
 

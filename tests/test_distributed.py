@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from batchings import CASES, run_case
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 SCRIPTS = Path(__file__).parent / "scripts"
 
 

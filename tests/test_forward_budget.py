@@ -7,9 +7,9 @@ import pytest
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from tiny import build_dataset, build_trainer, lora, scripted_rollout, trained_lora
 from trl import GRPOTrainer, RLOOTrainer
 
+from tiny import build_dataset, build_trainer, lora, scripted_rollout, trained_lora
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 
 

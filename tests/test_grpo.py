@@ -8,6 +8,9 @@ import statistics
 
 import pytest
 import torch
+from transformers import CohereConfig, CohereForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
 from oracle import centered, centering_sets, counting, discounted, kl_of_tokens, plain_model, sampled_logps
 from tiny import (
     RUN,
@@ -24,9 +27,6 @@ from tiny import (
     trained_lora,
     weights,
 )
-from transformers import CohereConfig, CohereForCausalLM, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
-
 from trl_klx import KLController, KLXGRPOConfig, KLXGRPOTrainer, register_kl_controller
 from trl_klx.trainers import grpo
 
@@ -127,7 +127,9 @@ def test_exact_kl_refuses_logits_that_it_cannot_rebuild(tmp_path):
 
     like = build_model().config
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    model = CohereForCausalLM(CohereConfig(logit_scale=0.5, initializer_range=0.3, **{name: getattr(like, name) for name in names}))
+    model = CohereForCausalLM(
+        CohereConfig(logit_scale=0.5, initializer_range=0.3, **{name: getattr(like, name) for name in names})
+    )
     with pytest.raises(ValueError, match="`kl_estimator='full'` cannot be used with CohereForCausalLM"):
         train(
             KLXGRPOTrainer,
@@ -212,7 +214,12 @@ def test_advantages_of_a_batch_used_twice_in_one_step(tmp_path):
 @pytest.mark.parametrize("centering", ["batch", "microbatch", "group", "sequence"])
 def test_adjustment_sums_to_zero_over_its_set(centering, tmp_path):
     trainer = train(
-        recording(KLXGRPOTrainer), tmp_path, kl_penalty_coef=0.3, kl_centering=centering, num_generations=4, **ACCUMULATED
+        recording(KLXGRPOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.3,
+        kl_centering=centering,
+        num_generations=4,
+        **ACCUMULATED,
     )
     for rollout, batch in enumerate(trainer.generated):
         adjustment = torch.zeros(batch["completion_ids"].shape)
@@ -368,15 +375,14 @@ def test_rollouts_of_a_function(tmp_path):
         {"delta": 2.0, "loss_type": "bnpo", "num_iterations": 2},
         {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"},
         {"cast_lm_head_to_fp32": True, "pad_to_multiple_of": 8, "kl_estimator": "full"},
-        {"disable_dropout": True, "shuffle_dataset": False, "model": "dropout"},
+        {"disable_dropout": True, "shuffle_dataset": False, "lora_dropout": 0.5},
     ],
     ids=lambda fields: "+".join(fields),
 )
 def test_other_settings_of_trl(fields, tmp_path):
     fields = dict(fields)
-    if fields.pop("model", None):
-        fields["model"] = build_model(attention_dropout=0.5)
-    trainer = train(recording(KLXGRPOTrainer), tmp_path, kl_penalty_coef=0.3, extras=LORA, **ACCUMULATED, **fields)
+    extras = {"peft_config": lora(lora_dropout=fields.pop("lora_dropout", 0.0))}
+    trainer = train(recording(KLXGRPOTrainer), tmp_path, kl_penalty_coef=0.3, extras=extras, **ACCUMULATED, **fields)
     check_advantages(trainer, build_model(), fields.get("kl_estimator", "k1"))
     assert all(math.isfinite(value) for value in logged(trainer, "loss") + logged(trainer, "grad_norm"))
 
@@ -579,7 +585,9 @@ def test_reward_placement_with_several_reward_functions(tmp_path):
         return [float(len(ids)) for ids in completion_ids]
 
     def both(completion_ids, **kwargs):
-        return [2.0 * a + 0.5 * b for a, b in zip(reward_even_tokens(completion_ids), length(completion_ids), strict=True)]
+        return [
+            2.0 * a + 0.5 * b for a, b in zip(reward_even_tokens(completion_ids), length(completion_ids), strict=True)
+        ]
 
     trainer = train(
         recording(KLXGRPOTrainer),
@@ -603,7 +611,12 @@ def test_reward_placement_with_several_reward_functions(tmp_path):
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_loss_placement_equals_beta_of_trl(adapter, batching, tmp_path):
     build_model().save_pretrained(tmp_path / "model")  # TRL loads the reference of full fine-tuning from disk
-    fields = {"model": str(tmp_path / "model"), "max_steps": 5, "extras": LORA if adapter == "lora" else {}, **batching}
+    fields = {
+        "model": str(tmp_path / "model"),
+        "max_steps": 5,
+        "extras": LORA if adapter == "lora" else {},
+        **batching,
+    }
     theirs = train(GRPOTrainer, tmp_path, beta=0.2, **fields)
     ours = train(KLXGRPOTrainer, tmp_path, kl_penalty_coef=0.2, kl_placement="loss", **fields)
     assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=0, abs=1e-6)
@@ -681,9 +694,7 @@ def test_metrics_and_controller(centering, unit, tmp_path):
     for rollout, batch in enumerate(trainer.generated):
         counts = counting(batch)
         tokens = sum(map(sum, counts))
-        k1, k3 = (
-            sum(map(sum, kl_of_tokens(batch["policy"], build_model(), batch, name))) for name in ("k1", "k3")
-        )
+        k1, k3 = (sum(map(sum, kl_of_tokens(batch["policy"], build_model(), batch, name))) for name in ("k1", "k3"))
         per = len(counts) if unit == "sequence" else tokens
         adjustments = [
             loss["advantages"] - batch["advantages"][loss["row"]].unsqueeze(1)
@@ -845,9 +856,7 @@ def test_config_may_be_left_out(tmp_path, monkeypatch, tokenizer):
     monkeypatch.setattr(grpo, "KLXGRPOConfig", functools.partial(KLXGRPOConfig, use_cpu=True, bf16=False))
     model = build_model()
     model.config._name_or_path = "someone/tiny"
-    trainer = KLXGRPOTrainer(
-        model, reward_even_tokens, train_dataset=build_dataset(), processing_class=tokenizer
-    )
+    trainer = KLXGRPOTrainer(model, reward_even_tokens, train_dataset=build_dataset(), processing_class=tokenizer)
     assert isinstance(trainer.args, KLXGRPOConfig) and trainer.args.output_dir == "tiny-GRPO"
     assert trainer.kl_reference is None
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from datasets import Dataset
-from oracle import centered, centering_sets, counting, kl_of_tokens
-from tiny import SPECIALS, WORDS, build_model, build_tokenizer, build_trainer, logged, recording
 from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
+from oracle import centered, centering_sets, counting, kl_of_tokens
+from tiny import SPECIALS, WORDS, build_model, build_tokenizer, build_trainer, logged, recording
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 
 

@@ -3,9 +3,9 @@
 import functools
 
 import pytest
-from tiny import RUN, assert_same_weights, build_model, history, logged, lora, train, weights
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from tiny import RUN, assert_same_weights, build_model, history, logged, lora, train, weights
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 
 

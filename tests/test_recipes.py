@@ -120,7 +120,7 @@ def test_every_ppo_config_parses(path):
     script_args, training_args, model_args = ppo_hh.parse(["--config", str(path), *flags])
     content = yaml.safe_load(path.read_text())
     assert training_args.kl_target == content["kl_target"] == 6.0
-    assert training_args.kl_penalty_coef == 0.05
+    assert training_args.kl_penalty_coef == content["kl_penalty_coef"] == (0.1 if path.name == "ppo_hh.yaml" else 0.05)
     assert training_args.kl_controller_name == "adaptive"
     assert model_args.model_name_or_path == content.get("model_name_or_path")
 

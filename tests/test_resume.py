@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import plain_model
 from peft import PeftModel, get_peft_model
-from resumption import RUNS, build_run, outcome
 from safetensors.torch import load_file
-from test_distributed import SCRIPTS, torchrun
-from tiny import assert_same_weights, build_model, build_trainer, logged, lora, trained_lora, weights
 from transformers import TrainerCallback, TrainingArguments
 from trl import RLOOTrainer
 
+from oracle import plain_model
+from resumption import RUNS, build_run, outcome
+from test_distributed import SCRIPTS, torchrun
+from tiny import assert_same_weights, build_model, build_trainer, logged, lora, trained_lora, weights
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 
 
@@ -58,6 +58,7 @@ def killed(tmp_path_factory, adapter):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("killed")
 @pytest.mark.parametrize("name", RUNS)
 def test_resumed_run_equals_the_uninterrupted_one(name, killed, adapter, tmp_path):
     assert checkpoints(killed / name) == [2, 4]
@@ -228,7 +229,9 @@ def resume(folder, adapter, **overrides):
 
 def test_without_state_it_warns_and_starts_from_the_config(folder, adapter):
     (folder / "checkpoint-6" / "kl_state.json").unlink()
-    with pytest.warns(UserWarning, match="holds no KL-control state: the coefficient starts from `kl_penalty_coef=0.2`"):
+    with pytest.warns(
+        UserWarning, match="holds no KL-control state: the coefficient starts from `kl_penalty_coef=0.2`"
+    ):
         trainer = resume(folder, adapter)
     assert logged(trainer, "klx/coef")[6] == 0.2
 
@@ -254,7 +257,9 @@ def test_another_reference_is_refused(overrides, folder, adapter, tmp_path):
     if "kl_ref_adapter_path" in overrides:
         trained_lora(9, scale=0.1).save_pretrained(tmp_path / "other")
         overrides = {"kl_ref_adapter_path": str(tmp_path / "other")}
-    with pytest.raises(ValueError, match="KL reference is not the one that the checkpoint .*checkpoint-6.* was trained"):
+    with pytest.raises(
+        ValueError, match="KL reference is not the one that the checkpoint .*checkpoint-6.* was trained"
+    ):
         resume(folder, adapter, **overrides)
 
 
@@ -364,5 +369,3 @@ def test_checkpoint_of_trl_with_a_second_adapter(tmp_path):
     # The trained adapter is the active one, and is what is saved.
     assert second.model.active_adapters == ["default"]
     assert not [path for path in (tmp_path / "checkpoint-4").iterdir() if path.is_dir()]
-
-

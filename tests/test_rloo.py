@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from trl import RLOOConfig, RLOOTrainer
+
 from oracle import centered, centering_sets, counting, discounted, kl_of_tokens, plain_model, sampled_logps
 from tiny import (
     RUN,
@@ -19,8 +21,6 @@ from tiny import (
     trained_lora,
     weights,
 )
-from trl import RLOOConfig, RLOOTrainer
-
 from trl_klx import KLXRLOOConfig, KLXRLOOTrainer
 from trl_klx.losses import clipped_surrogate
 from trl_klx.trainers import rloo
@@ -124,7 +124,9 @@ def test_as_many_tokens_as_completions(tmp_path):
     check_adjustments(trainer)
 
 
-@pytest.mark.parametrize("fields", [{"mask_truncated_completions": True}, {"iterable": True}], ids=["truncated", "iterable"])
+@pytest.mark.parametrize(
+    "fields", [{"mask_truncated_completions": True}, {"iterable": True}], ids=["truncated", "iterable"]
+)
 def test_other_settings_of_trl(fields, tmp_path):
     dataset = build_dataset()
     if fields.pop("iterable", False):
@@ -270,12 +272,10 @@ def test_reward_placement(estimator, reward_func, tmp_path):
         **ACCUMULATED,
     )
     effect = 0.0
-    for rollout, batch in enumerate(trainer.generated):
+    for batch in trainer.generated:
         lengths = batch["completion_mask"].sum(1).tolist()
         tokens = [ids[:n] for ids, n in zip(batch["completion_ids"].tolist(), lengths, strict=True)]
-        penalties = [
-            0.3 * sum(values) for values in kl_of_tokens(batch["policy"], build_model(), batch, estimator)
-        ]
+        penalties = [0.3 * sum(values) for values in kl_of_tokens(batch["policy"], build_model(), batch, estimator)]
         scores = [
             None if reward is None else reward - penalty
             for reward, penalty in zip(reward_func(completion_ids=tokens), penalties, strict=True)

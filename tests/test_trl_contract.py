@@ -1,14 +1,17 @@
 """The internals of TRL that this package stands on, pinned on the installed version."""
 
 import inspect
+import os
 import re
 
 import pytest
 import torch
+import trl
 from peft import PeftModel
-from tiny import build_model, build_trainer, lora, scripted_rollout, train
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
+
+from tiny import build_model, build_trainer, lora, scripted_rollout, train
 
 
 TRAINERS = {"grpo": GRPOTrainer, "rloo": RLOOTrainer}
@@ -52,6 +55,11 @@ class Spying:
 def spy(trainer_class, output_dir, **settings):
     trainer = train(type("Spy", (Spying, trainer_class), {}), output_dir, **settings)
     return trainer, [name for name, _ in trainer.calls]
+
+
+def test_version():
+    # Set by `make test`, so that the run on the oldest release cannot pass on another one.
+    assert trl.__version__ == os.environ.get("KLX_EXPECTED_TRL", trl.__version__)
 
 
 @both
@@ -148,9 +156,7 @@ def test_generation_batch_of_grpo(tmp_path):
     batch = next(content for name, content in trainer.calls if name == "generated")
     assert batch.keys() == TOKENS | {"num_items_in_batch"}
     assert batch["advantages"].shape == (4,) and batch["num_items_in_batch"].ndim == 0
-    trainer, _ = spy(
-        GRPOTrainer, tmp_path, max_steps=1, num_iterations=2, beta=0.1, extras={"peft_config": lora()}
-    )
+    trainer, _ = spy(GRPOTrainer, tmp_path, max_steps=1, num_iterations=2, beta=0.1, extras={"peft_config": lora()})
     batch = next(content for name, content in trainer.calls if name == "generated")
     assert batch.keys() == TOKENS | {"num_items_in_batch", "old_per_token_logps", "ref_per_token_logps"}
 

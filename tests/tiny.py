@@ -4,12 +4,13 @@ import copy
 import random
 
 import torch
-from oracle import plain_model
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from oracle import plain_model
 
 
 WORDS = [f"w{index}" for index in range(28)]
@@ -86,7 +87,9 @@ def config_class_of(trainer_class):
     return GRPOConfig if issubclass(trainer_class, GRPOTrainer) else RLOOConfig
 
 
-def build_trainer(trainer_class, output_dir, *, model=None, rewards=reward_even_tokens, dataset=None, extras=None, **fields):
+def build_trainer(
+    trainer_class, output_dir, *, model=None, rewards=reward_even_tokens, dataset=None, extras=None, **fields
+):
     """A trainer on the tiny model. `extras` goes to the trainer, every other keyword to its config."""
     args = config_class_of(trainer_class)(output_dir=str(output_dir), **(RUN | fields))
     extras = dict(extras or {})

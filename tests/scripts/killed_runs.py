@@ -9,8 +9,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from resumption import RUNS, build_run, deadly_reward, kill_self
 from transformers import TrainerCallback
+
+from resumption import RUNS, build_run, deadly_reward, kill_self
 
 
 torch.set_num_threads(1)

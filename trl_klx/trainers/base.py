@@ -166,7 +166,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
 
     def _klx_forward(self, model, args: tuple, kwargs: dict) -> tuple[tuple, Scored]:
         """TRL's log-prob method, with the hidden states where the estimator needs them."""
-        if self.args.kl_estimator != "full":
+        if self.kl_reference is None or self.args.kl_estimator != "full":
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
             return output, Scored(output[0])
         input_ids, logits_to_keep = args[0], args[2]
@@ -198,9 +198,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         train = self._klx_mode == "train"
         kwargs = {key: batch[key] for key in FORWARD_KEYS if key in batch}
-        kwargs["batch_size"] = (
-            self.args.per_device_train_batch_size if train else self.args.per_device_eval_batch_size
-        )
+        kwargs["batch_size"] = self.args.per_device_train_batch_size if train else self.args.per_device_eval_batch_size
         return (input_ids, attention_mask, batch["completion_ids"].size(1)), kwargs
 
     def _klx_answer_host(self, args: tuple, kwargs: dict) -> torch.Tensor:

@@ -132,7 +132,9 @@ class KLXCheckpointMixin:
             try:
                 self._klx_drift.load_state_dict(state["drift"])
             except ValueError as error:
-                raise ValueError(f"Cannot resume: the drift window in {checkpoint!r} is not valid ({error})") from error
+                raise ValueError(
+                    f"Cannot resume: the drift window in {checkpoint!r} is not valid ({error})"
+                ) from error
 
     def _klx_load_reference(self, saved: dict, checkpoint: str) -> None:
         if self.kl_reference.mover is not None:
@@ -169,4 +171,6 @@ class KLXCheckpointMixin:
         try:
             self.kl_controller.load_state_dict(saved.get("state"))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"Cannot resume: the controller state in {checkpoint!r} is not valid ({error}).") from error
+            raise ValueError(
+                f"Cannot resume: the controller state in {checkpoint!r} is not valid ({error})."
+            ) from error
