@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 from tiny import build_dataset, logged, lora
-from tiny_ppo import build_ppo, build_scorer, train_ppo
+from tiny_ppo import build_scorer, train_ppo
 from transformers import TrainerCallback
 
 
@@ -60,3 +60,39 @@ def test_ppo_learns(kind, seed, tmp_path):
     assert rewards[0] < 4 * CHANCE
     assert learned.reward > 0.9, rewards
     assert learned.explained > 0.5, logged(trainer, "ppo/explained_variance")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "controller",
+    [
+        # Smaller gains than the defaults: a rollout of 128 short completions is a noisy measurement.
+        {"kl_controller": "pid", "kl_target": 6.0, "kl_controller_kwargs": {"kp": 0.3, "ki": 0.05, "kd": 0.5}},
+        {"kl_controller": "adaptive", "kl_target": 5.0, "kl_horizon": 600},
+    ],
+    ids=["pid", "adaptive"],
+)
+def test_kl_is_held(controller, tmp_path):
+    trainer = train_ppo(
+        tmp_path,
+        rewards=share_of_token,
+        dataset=build_dataset(128),
+        seed=1,
+        per_device_train_batch_size=128,
+        num_ppo_epochs=1,
+        max_steps=110,
+        max_completion_length=5,
+        temperature=1.0,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        kl_penalty_coef=0.05,
+        vf_coef=1.0,
+        **controller,
+    )
+    kls, target = logged(trainer, "klx/kl"), controller["kl_target"]
+    last_quarter = statistics.fmean(kls[-len(kls) // 4 :])
+    assert last_quarter == pytest.approx(target, rel=0.2), kls
+    # It was the controller's doing: the coefficient went both ways, and the reward is there to pull the KL up.
+    coefs = logged(trainer, "klx/coef")
+    assert max(coefs) > 1.5 * min(coefs) and min(coefs) < 0.05 < max(coefs)
+    assert statistics.fmean(logged(trainer, "reward")[-20:]) > 4 * CHANCE
