@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import tempfile
 
 import pytest
 import torch
@@ -73,9 +74,11 @@ def run(trainer_class, output_dir, **settings):
 
 
 @functools.cache
-def run_of_trl(algorithm, adapter, batching, output_dir="unused"):
+def run_of_trl(algorithm, adapter, batching):
+    """What TRL's trainer does; one run serves several tests."""
     extras = {"peft_config": lora()} if adapter == "lora" else {}
-    return run(PAIRS[algorithm][0], output_dir, beta=0.0, extras=extras, **dict(batching))
+    with tempfile.TemporaryDirectory() as folder:
+        return run(PAIRS[algorithm][0], folder, beta=0.0, extras=extras, **dict(batching))
 
 
 def check(algorithm, tmp_path, extra, batching, adapter="lora", **fields) -> None:

@@ -3,9 +3,10 @@
 import statistics
 
 import pytest
+from transformers import TrainerCallback
+
 from tiny import build_dataset, logged, lora
 from tiny_ppo import build_scorer, train_ppo
-from transformers import TrainerCallback
 
 
 TOKEN = 10

@@ -690,6 +690,13 @@ def test_config_is_made_if_there_is_none(tmp_path, monkeypatch):
     assert isinstance(trainer.args, KLXPPOConfig) and trainer.args.output_dir == "policy-PPO"
 
 
+def test_fewer_prompts_than_a_rollout_takes_are_refused(tmp_path):
+    # TRL's sampler gives nothing then, and training ends before its first step without an error.
+    with pytest.raises(ValueError, match=r"`train_dataset` has 7 prompts, but a rollout takes 8\. Give more prompts"):
+        build_ppo(tmp_path, dataset=build_dataset(7), per_device_train_batch_size=8)
+    build_ppo(tmp_path, dataset=build_dataset(4), per_device_train_batch_size=8, num_generations=2)
+
+
 def test_collator_is_not_used_and_says_so(tmp_path):
     with pytest.warns(UserWarning, match="`data_collator` is not used"):
         build_ppo(tmp_path, extras={"data_collator": lambda rows: rows})

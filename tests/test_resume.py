@@ -161,7 +161,8 @@ def test_limit_spares_the_reference(limit, adapter, tmp_path):
     (tmp_path / "checkpoint-2" / "kl_state.json").unlink()
     fields = {"kl_penalty_reference_step": 2, "save_total_limit": limit}
     trainer = build_run("base", str(tmp_path), adapter, max_steps=8, **fields)
-    trainer.train(resume_from_checkpoint=True)
+    with pytest.warns(UserWarning, match="holds no KL-control state"):
+        trainer.train(resume_from_checkpoint=True)
     assert checkpoints(tmp_path) == ([2, 8] if limit == 1 else [2, 6, 8])
     assert trainer.kl_reference.identity["step"] == 2
     assert trainer.args.save_total_limit == limit

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from oracle import plain_model, sampled_logps
-from tiny import SPECIALS, WORDS, build_tokenizer, build_trainer
+from tiny import SPECIALS, WORDS, build_dataset, build_tokenizer, build_trainer, history, lora, trained_lora, weights
 from trl_klx import KLXPPOTrainer
 
 
@@ -216,3 +216,117 @@ def losses_by_hand(
             clipped = min(max(value, old - value_clip), old + value_clip)
             value_loss += 0.5 * max((value - outcome) ** 2, (clipped - outcome) ** 2)
     return policy_loss, value_loss
+
+
+# ---- Runs that can be killed, resumed, and spread over processes ----
+
+
+# By name: what is trained, and against which reference. `{adapter}` stands for a saved adapter.
+RESUMED_RUNS = {
+    "head": {},
+    "value_model": {"value_model": True, "reward_scaling": "ref"},
+    "frozen": {"num_layers_unfrozen": 1, "kl_placement": "advantage"},
+    "lora": {"lora": True},
+    "lora-adapter": {"lora": True, "kl_ref_adapter_path": "{adapter}"},
+    "lora-value_model": {"lora": True, "value_model": True},
+}
+
+
+def build_resumed_run(name: str, output_dir: str, adapter: str, **overrides):
+    """Three rollouts of four steps with a checkpoint after each, and much to remember."""
+    fields = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_ppo_epochs": 2,
+        "num_mini_batches": 2,
+        "max_steps": 12,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "learning_rate": 5e-3,
+        "reward_scaling": "running",
+        "cliprange_reward": 5.0,
+        "kl_penalty_coef": 0.2,
+        "kl_controller": "pid",
+        "kl_controller_kwargs": {"kp": 0.3, "kd": 0.3},
+        "kl_target": 0.2,
+        "kl_warn_window": 3,
+        **RESUMED_RUNS[name],
+        **overrides,
+    }
+    if fields.get("kl_ref_adapter_path") == "{adapter}":
+        fields["kl_ref_adapter_path"] = adapter
+    extras = {"peft_config": lora()} if fields.pop("lora", False) else {}
+    if fields.pop("value_model", False):
+        extras["value_model"] = build_scorer(seed=3)
+    # Longer than the run: TRL itself does not find its way back to the start of an epoch.
+    return build_ppo(output_dir, dataset=build_dataset(64), extras=extras, **fields)
+
+
+def ppo_outcome(trainer) -> dict:
+    """All that was logged from the first step on, the weights at the end, and the state of the reward scaling."""
+    return {
+        # The last entry sums up the part of the run that was in this process.
+        "history": history(trainer)[:-1],
+        "weights": weights(trainer),
+        "scaling": trainer._ppo_scaler.state_dict(),
+        "coef": trainer.kl_controller.value,
+    }
+
+
+# Runs on one global batch of completions, however many processes share it.
+SPREAD_RUNS = {
+    "head": {},
+    "value_model": {"value_model": True},
+    "lora": {"lora": True},
+    "frozen": {"num_layers_unfrozen": 1},
+    "loss": {"kl_placement": "loss", "kl_penalty_coef": 0.05},
+    "advantage": {"kl_placement": "advantage", "whiten_rewards": True, "missing_eos_penalty": 0.5},
+}
+
+
+def spread_rollout(prompts: list[str], trainer) -> dict:
+    return {
+        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+        "completion_ids": [completion_of(prompt) for prompt in prompts],
+        "logprobs": None,
+    }
+
+
+def length_reward(completion_ids, **kwargs) -> list[float | None]:
+    """A reward that differs from completion to completion, and from the one process to the other."""
+    return [None if ids[0] % 7 == 0 else len(ids) + ids[0] / 10.0 for ids in completion_ids]
+
+
+def run_spread(name: str, output_dir: str, processes: int) -> dict:
+    fields = {"kl_penalty_coef": 0.2, **SPREAD_RUNS[name]}
+    extras = {"rollout_func": spread_rollout}
+    if fields.pop("lora", False):
+        # Not zero from the start, or there would be no gradient for one of the two factors.
+        fields["model"] = trained_lora(seed=1, scale=0.03)
+    if fields.pop("value_model", False):
+        extras["value_model"] = build_scorer(seed=3)
+    trainer = build_ppo(
+        output_dir,
+        per_device_train_batch_size=8 // processes,
+        num_ppo_epochs=2,
+        max_steps=6,
+        # Adam would turn the rounding of a gradient near zero into a step.
+        optim="sgd",
+        learning_rate=0.2,
+        vf_coef=0.5,
+        reward_scaling="running",
+        kl_target=0.2,
+        kl_horizon=50,
+        logging_steps=2,
+        rewards=length_reward,
+        dataset=build_dataset(24),
+        extras=extras,
+        **fields,
+    )
+    start = {name: weight.clone() for name, weight in weights(trainer).items()}
+    trainer.train()
+    return ppo_outcome(trainer) | {
+        "start": start,
+        "num_processes": trainer.accelerator.num_processes,
+        "distributed_type": str(trainer.accelerator.distributed_type),
+    }

@@ -1,5 +1,6 @@
 """The value function of PPO: a head on the policy's backbone, or a model of its own."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -103,15 +104,16 @@ class ValueFunction:
             # The state before token t is the position that predicts it.
             self._current = self.module(output.last_hidden_state[:, -self._keep - 1 : -1]).float()
 
-    def _after_policy(self, module, args, kwargs, output) -> None:
+    def _after_policy(self, module, args, kwargs, output):
         if self._keep is None:
-            return
+            return None
         if isinstance(self.module, ValueModel):
             values = self.module(kwargs["input_ids"], kwargs["attention_mask"])
             self._current = values[:, -self._keep - 1 : -1].float()
-        self._recorded.append(self._current)
-        output["klx_values"] = self._current
-        self._current = None
+        values, self._current = self._current, None
+        self._recorded.append(values)
+        # DDP takes the parameters for unused from which no output is reached.
+        return _class_with_values(type(output))(**output, klx_values=values)
 
     @contextmanager
     def recording(self, logits_to_keep: int) -> Iterator[list[torch.Tensor]]:
@@ -125,6 +127,13 @@ class ValueFunction:
     def hidden(self) -> AbstractContextManager[None]:
         """Take the value function off the policy while its weights are saved, loaded or sent elsewhere."""
         return _without_value(self.policy)
+
+
+@functools.cache
+def _class_with_values(output_class: type) -> type:
+    """The output class of a model with one more field. DDP builds outputs anew, and only from fields that they have."""
+    field = ("klx_values", torch.Tensor | None, dataclasses.field(default=None))
+    return dataclasses.make_dataclass(f"{output_class.__name__}WithValues", [field], bases=(output_class,))
 
 
 @contextmanager

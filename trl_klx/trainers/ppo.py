@@ -1,11 +1,13 @@
 """PPO on TRL's present stack, with KL control."""
 
 import functools
+import os
 import textwrap
 import warnings
 
 import torch
 from accelerate.utils import gather, is_peft_model
+from datasets import Dataset
 from torch import nn
 from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
@@ -20,7 +22,14 @@ from ..values import ValueFunction, ValueHead, ValueModel, call_without_value, f
 from .grpo import KLXGRPOTrainer
 from .ppo_checkpointing import PPOCheckpointMixin
 from .ppo_config import KLXPPOConfig
-from .ppo_inputs import activate_adapter, check_ref_model, collect_rewards, train_with_optimizer, with_prompts
+from .ppo_inputs import (
+    activate_adapter,
+    check_prompts,
+    check_ref_model,
+    collect_rewards,
+    train_with_optimizer,
+    with_prompts,
+)
 from .ppo_metrics import PPOMetrics
 
 
@@ -131,6 +140,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
             peft_config=peft_config,
             **kwargs,
         )
+        check_prompts(self.args, self.train_dataset)
         policy = self.accelerator.unwrap_model(self.model)
         self.value_function = ValueFunction(policy, self._ppo_value_module(policy, value_model))
         if self.optimizer is not None:
@@ -360,3 +370,28 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         for name, value in self._ppo_metrics[mode].pop(self.accelerator).items():
             self._metrics[mode][f"ppo/{name}"].append(value)
         super().log(logs, start_time)
+
+    def generate_completions(self, sampling: bool = False) -> None:
+        """
+        Complete the prompts of the evaluation data and show the completions; a method of TRL 1.12's trainer, with which
+        its scripts end.
+
+        Args:
+            sampling (`bool`, *optional*, defaults to `False`):
+                Whether one batch is enough.
+        """
+        warnings.warn(
+            "`generate_completions` is now `evaluate`, with `log_completions=True`.", FutureWarning, stacklevel=2
+        )
+        if self.eval_dataset is None:
+            return
+        dataset = self.eval_dataset
+        if sampling and isinstance(dataset, Dataset):
+            batch = self.args.per_device_eval_batch_size * self.accelerator.num_processes
+            dataset = dataset.select(range(min(len(dataset), batch // self.num_generations_eval)))
+        os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
+        logs, self.log_completions = self.log_completions, True
+        try:
+            self.evaluate(dataset)
+        finally:
+            self.log_completions = logs

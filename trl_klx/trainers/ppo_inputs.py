@@ -116,6 +116,16 @@ def activate_adapter(model, peft_config, name: str | None) -> None:
     model.set_adapter(name)
 
 
+def check_prompts(args: KLXPPOConfig, dataset) -> None:
+    """Refuse data from which not one rollout can be filled: the sampler would give nothing, and training do nothing."""
+    needed = args.generation_batch_size // args.num_generations
+    if isinstance(dataset, Dataset) and len(dataset) < needed:
+        raise ValueError(
+            f"`train_dataset` has {len(dataset)} prompts, but a rollout takes {needed}. Give more prompts, or lower "
+            "`per_device_train_batch_size` or `gradient_accumulation_steps`."
+        )
+
+
 def train_with_optimizer(optimizer: torch.optim.Optimizer, scheduler, module: nn.Module) -> None:
     """Bring the value function into an optimizer that was made before it."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
