@@ -32,11 +32,11 @@ $(OLDEST)/.installed: $(STAMP)
 	touch $@
 
 test: $(STAMP) $(OLDEST)/.installed
-	$(BIN)/python -m pytest -n $(WORKERS)
-	KLX_EXPECTED_TRL=$(OLDEST_TRL) PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	KLX_EXPECTED_TRL=$(OLDEST_TRL) PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(OLDEST_TESTS)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
 
 style: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
