@@ -368,7 +368,8 @@ def test_micro_batches_do_not_matter(owner, mini_batches, tmp_path):
     for name, weight in weights(whole).items():
         torch.testing.assert_close(weights(cut)[name], weight, atol=1e-5, rtol=0)
     for name in ("loss", "ppo/policy_loss", "ppo/value_loss", "ppo/explained_variance", "klx/kl"):
-        assert logged(cut, name) == pytest.approx(logged(whole, name), abs=1e-5), name
+        # To the digits of fp32 where they are more: an explained variance may lie far below zero.
+        assert logged(cut, name) == pytest.approx(logged(whole, name), abs=1e-5, rel=1e-6), name
     # Not 1e-5 in absolute terms: in fp32 the norms, around 20, have six digits.
     assert logged(cut, "grad_norm") == pytest.approx(logged(whole, "grad_norm"), rel=1e-5)
 

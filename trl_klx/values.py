@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 from .scoring import causal_lm
 
@@ -123,6 +124,21 @@ class ValueFunction:
             yield self._recorded
         finally:
             self._keep, self._recorded = None, []
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights, whole and in host memory. Where they are sharded, every process must call this."""
+        whole = {}
+        for name, weight in self.module.state_dict().items():
+            weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+            whole[name] = weight.detach().cpu().contiguous()
+        return whole
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load what [`~ValueFunction.state_dict`] returned, each process its shard."""
+        for name, slot in self.module.state_dict().items():
+            if name in state and hasattr(slot, "full_tensor"):
+                state[name] = distribute_tensor(state[name].to(slot.device), slot.device_mesh, slot.placements)
+        self.module.load_state_dict(state)
 
     def hidden(self) -> AbstractContextManager[None]:
         """Take the value function off the policy while its weights are saved, loaded or sent elsewhere."""

@@ -2,9 +2,9 @@
 
 import os
 import warnings
+from contextlib import nullcontext
 
 from safetensors.torch import load_file, save_file
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..state import read_json, write_json
 from ..values import VALUE_MODULE, ValueFunction
@@ -21,40 +21,34 @@ class PPOCheckpointMixin:
     """
 
     value_function: ValueFunction | None = None
-    _ppo_saving_checkpoint = False
 
     def _save(self, output_dir=None, state_dict=None):
-        prefix = f"{VALUE_MODULE}."
-        if state_dict is None:
-            values = self.value_function.module.state_dict()
-        else:
-            values = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
-            state_dict = {key: value for key, value in state_dict.items() if not key.startswith(prefix)}
+        if state_dict is not None:
+            state_dict = {key: value for key, value in state_dict.items() if not key.startswith(f"{VALUE_MODULE}.")}
         with self.value_function.hidden():
             super()._save(output_dir, state_dict)
-        if self._ppo_saving_checkpoint and self.args.should_save:
-            values = {name: value.detach().cpu().contiguous() for name, value in values.items()}
-            save_file(values, os.path.join(output_dir, VALUE_FILE))
 
     def _save_checkpoint(self, model, trial):
         folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        # DeepSpeed's own files have the value function, and there alone is it whole.
+        values = None if self.is_deepspeed_enabled else self.value_function.state_dict()
         if self.args.should_save:
             write_json(os.path.join(folder, STATE_FILE), self._ppo_scaler.state_dict())
-        self._ppo_saving_checkpoint = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._ppo_saving_checkpoint = False
+            if values is not None:
+                save_file(values, os.path.join(folder, VALUE_FILE))
+        super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with self.value_function.hidden():
+        # FSDP's own files have the value function too, and must find its place.
+        with nullcontext() if self.is_fsdp_enabled else self.value_function.hidden():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._ppo_load_value(resume_from_checkpoint)
 
     def _load_best_model(self):
-        with self.value_function.hidden():
+        with nullcontext() if self.is_fsdp_enabled or self.is_deepspeed_enabled else self.value_function.hidden():
             super()._load_best_model()
-        self._ppo_load_value(self.state.best_model_checkpoint)
+        if not self.is_deepspeed_enabled:
+            self._ppo_load_value(self.state.best_model_checkpoint)
 
     def _ppo_load_value(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, VALUE_FILE)
@@ -62,7 +56,7 @@ class PPOCheckpointMixin:
             warnings.warn(f"The checkpoint {checkpoint!r} holds no value function: it starts anew.", stacklevel=3)
             return
         try:
-            self.value_function.module.load_state_dict(load_file(path))
+            self.value_function.load_state_dict(load_file(path))
         except Exception as error:
             # Torch goes on to list every weight.
             reason = str(error).splitlines()[0]
