@@ -1,11 +1,14 @@
 """PPO goes on after `kill -9` as if nothing had happened, and two processes do what one does."""
 
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 
 from test_distributed import SCRIPTS, torchrun
 from tiny import assert_same_weights, trained_lora
@@ -102,3 +105,55 @@ def test_two_processes_go_on_from_a_checkpoint(name, ranks):
     for outcome in outcomes:
         check_same(outcome["resumed"], outcome["whole"])
     assert_same_weights(outcomes[0]["resumed"]["weights"], outcomes[1]["resumed"]["weights"])
+
+
+# ---- FSDP2 ----
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fsdp2")
+    settings = {
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "Qwen2DecoderLayer",
+            "fsdp_reshard_after_forward": True,
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": False,
+        },
+        "num_machines": 1,
+        "num_processes": 2,
+        "main_process_port": 0,
+        "mixed_precision": "no",
+        "use_cpu": True,
+    }
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, str(SCRIPTS / "ppo_fsdp2.py"), str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ["head", "lora", "value_model"])
+def test_sharded_value_function_comes_back(name, sharded):
+    folder, ranks = sharded
+    saved = load_file(folder / name / "checkpoint-12" / "value_function.safetensors")
+    for rank in ranks:
+        whole, resumed = rank[name]["whole"], rank[name]["resumed"]
+        assert whole["sharded"] and resumed["sharded"]
+        assert len(whole["history"]) == 12 and resumed["history"] == whole["history"]
+        assert_same_weights(resumed["values"], whole["values"])
+        # The file has the whole of it, not one process's part.
+        assert_same_weights(saved, whole["values"])
+    weights_file = "adapter_model.safetensors" if name == "lora" else "model.safetensors"
+    loaded = load_file(folder / name / "checkpoint-12" / weights_file)
+    assert loaded and not [key for key in loaded if "klx" in key]

@@ -21,6 +21,7 @@ class PPOCheckpointMixin:
     """
 
     value_function: ValueFunction | None = None
+    _ppo_saving_checkpoint = False
 
     def _save(self, output_dir=None, state_dict=None):
         if state_dict is not None:
@@ -28,15 +29,23 @@ class PPOCheckpointMixin:
         with self.value_function.hidden():
             super()._save(output_dir, state_dict)
 
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        if self._ppo_saving_checkpoint:
+            # DeepSpeed's own files have the value function, and there alone is it whole.
+            values = None if self.is_deepspeed_enabled else self.value_function.state_dict()
+            if self.args.should_save:
+                write_json(os.path.join(output_dir, STATE_FILE), self._ppo_scaler.state_dict())
+                if values is not None:
+                    save_file(values, os.path.join(output_dir, VALUE_FILE))
+
     def _save_checkpoint(self, model, trial):
-        folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        # DeepSpeed's own files have the value function, and there alone is it whole.
-        values = None if self.is_deepspeed_enabled else self.value_function.state_dict()
-        if self.args.should_save:
-            write_json(os.path.join(folder, STATE_FILE), self._ppo_scaler.state_dict())
-            if values is not None:
-                save_file(values, os.path.join(folder, VALUE_FILE))
-        super()._save_checkpoint(model, trial)
+        # Whether a checkpoint is saved at this step, and where, is not decided here.
+        self._ppo_saving_checkpoint = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._ppo_saving_checkpoint = False
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         # FSDP's own files have the value function too, and must find its place.
