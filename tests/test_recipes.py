@@ -144,6 +144,8 @@ def test_published_settings_are_carried_over(size, batch, steps, learning_rate, 
     assert (args.cliprange, args.cliprange_value, args.cliprange_reward) == (0.2, 0.2, 10.0)
     assert (args.reward_scaling, args.num_layers_unfrozen, args.max_completion_length) == ("running", 2, 128)
     assert script_args.delta_reward
+    # A checkpoint falls between two rollouts, so that a resumed run goes on exactly as it was.
+    assert args.save_steps % (epochs * rollouts // batch) == 0
     header = path.read_text()
     assert "# Sized for:" in header and f"--config recipes/{path.name}" in header
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
 
 from .scoring import causal_lm
 
@@ -135,10 +134,13 @@ class ValueFunction:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load what [`~ValueFunction.state_dict`] returned, each process its shard."""
+        own = dict(state)
         for name, slot in self.module.state_dict().items():
-            if name in state and hasattr(slot, "full_tensor"):
-                state[name] = distribute_tensor(state[name].to(slot.device), slot.device_mesh, slot.placements)
-        self.module.load_state_dict(state)
+            if name in own and hasattr(slot, "full_tensor"):
+                from torch.distributed.tensor import distribute_tensor
+
+                own[name] = distribute_tensor(own[name].to(slot.device), slot.device_mesh, slot.placements)
+        self.module.load_state_dict(own)
 
     def hidden(self) -> AbstractContextManager[None]:
         """Take the value function off the policy while its weights are saved, loaded or sent elsewhere."""

@@ -24,6 +24,7 @@ from .ppo_checkpointing import PPOCheckpointMixin
 from .ppo_config import KLXPPOConfig
 from .ppo_inputs import (
     activate_adapter,
+    check_checkpoints,
     check_prompts,
     check_ref_model,
     collect_rewards,
@@ -141,6 +142,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
             **kwargs,
         )
         check_prompts(self.args, self.train_dataset)
+        check_checkpoints(self.args)
         policy = self.accelerator.unwrap_model(self.model)
         self.value_function = ValueFunction(policy, self._ppo_value_module(policy, value_model))
         if self.optimizer is not None:
