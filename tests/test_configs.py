@@ -3,6 +3,7 @@ import json
 import math
 import pickle
 import re
+import warnings
 from itertools import combinations
 from pathlib import Path
 
@@ -728,3 +729,13 @@ def test_replace_validates():
     assert dataclasses.replace(config, generation_batch_size=None, kl_target=3.0).kl_target == 3.0
     with pytest.raises(ValueError, match="`kl_target` must be"):
         dataclasses.replace(config, generation_batch_size=None, kl_target=-1.0)
+
+
+@pytest.mark.parametrize("placement", ["advantage", "reward"])
+def test_exact_kl_as_a_penalty_warns(placement, tmp_path):
+    fields = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "kl_placement": placement}
+    with pytest.warns(UserWarning, match="`kl_estimator='full'` .* restrains far less than 'k1'"):
+        KLXGRPOConfig(**fields, kl_penalty_coef=0.05, kl_estimator="full")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        KLXGRPOConfig(**fields, kl_penalty_coef=0.05, kl_estimator="k1")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -305,6 +306,13 @@ class KLXConfigMixin:
             raise ValueError(
                 f"`kl_estimator={self.kl_estimator!r}` cannot be used with `kl_placement='loss'`, whose term is TRL's "
                 "own and uses 'k3'. Unset `kl_estimator`, or choose another `kl_placement`."
+            )
+        if self.kl_penalty_enabled and self.kl_estimator == "full":
+            warnings.warn(
+                "`kl_estimator='full'` is the exact KL of each visited state, whatever token is sampled there, so that a "
+                "policy gradient cannot see a token's own share of it: as a penalty it restrains far less than 'k1'. It "
+                "is best at measuring (`kl_monitor=True`). Set `kl_estimator='k1'` to penalise.",
+                stacklevel=4,
             )
         self._validate_kl_controller()
 
