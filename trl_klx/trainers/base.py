@@ -14,7 +14,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from ..advantages import discount_kl, group_means, kl_adjustment, sequence_means
 from ..configs import KLXConfigMixin
 from ..diagnostics import DriftMonitor
-from ..estimators import kl_totals
+from ..estimators import kl_totals, wide_dtype
 from ..references import KLReference, resolve_reference
 from ..scoring import Scored, captured_hidden, check_lm_head, lm_head, measure_kl
 from .checkpointing import KLXCheckpointMixin
@@ -308,12 +308,13 @@ class KLXTrainerMixin(KLXCheckpointMixin):
     def _klx_add_totals(self, rollout: Rollout, statistic, k1, mask, adjustment=None) -> None:
         if rollout.totals is not None and rollout.pending == 0:
             return  # a second pass over micro-batches that were measured in the first
-        zero = torch.zeros((), dtype=torch.float64, device=mask.device)
+        dtype = wide_dtype(mask.device)
+        zero = torch.zeros((), dtype=dtype, device=mask.device)
         totals = torch.stack(
             [
                 *kl_totals(statistic, mask),
                 kl_totals(k1, mask)[0],
-                zero if adjustment is None else adjustment.abs().sum(dtype=torch.float64),
+                zero if adjustment is None else adjustment.abs().sum(dtype=dtype),
                 zero + mask.size(0),
             ]
         )
