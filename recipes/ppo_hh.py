@@ -53,6 +53,7 @@ from hh_report import (
     write_report,
 )
 from trl_klx import KLXPPOConfig, KLXPPOTrainer
+from trl_klx.sharding import loaded_whole
 
 
 DEFAULT_CONFIG = Path(__file__).with_name("ppo_hh.yaml")
@@ -100,8 +101,8 @@ def say(text: str) -> None:
     PartialState().print(text, flush=True)
 
 
-def load_dialogues(script_args: HHScriptArguments) -> tuple[list[dict], list[dict]]:
-    """Training and held-out rows with `prompt`, `chosen` and `rejected`, from the Hub or from local files."""
+def load_dialogues(script_args: ScriptArguments, parse_row=parse_hh_row) -> tuple[list[dict], list[dict]]:
+    """Training and held-out rows, each as `parse_row` makes it, from the Hub or from local files."""
     name = script_args.dataset_name
     try:
         if os.path.isfile(name):
@@ -120,9 +121,9 @@ def load_dialogues(script_args: HHScriptArguments) -> tuple[list[dict], list[dic
         data = DatasetDict({train: data})
     if train not in data:
         raise ValueError(f"The dataset {name!r} has no split {train!r}, only {list(data)}. Set --dataset_train_split.")
-    rows = [parse_hh_row(row) for row in data[train]]
+    rows = [parse_row(row) for row in data[train]]
     if test in data and test != train:
-        heldout = [parse_hh_row(row) for row in data[test]]
+        heldout = [parse_row(row) for row in data[test]]
     else:
         cut = max(1, len(rows) // 20)
         rows, heldout = rows[cut:], rows[:cut]
@@ -151,7 +152,9 @@ def load_reward_model(path: str, dtype, device):
     labels = AutoConfig.from_pretrained(path).num_labels
     if labels != 1:
         raise ValueError(f"The reward model {path!r} has {labels} labels; a reward model has one.")
-    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).to(device).eval()
+    # Called as it is, on every process, however the policy is sharded.
+    with loaded_whole():
+        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).to(device).eval()
     tokenizer = load_tokenizer(path)
     model.config.pad_token_id = tokenizer.pad_token_id
     check_tokenizer(tokenizer, model, path)

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_klx import advantages
 from trl_klx.advantages import (
     center_kl_advantages,
     discount_kl,
@@ -52,7 +53,7 @@ class TestDiscountedSuffixSum:
 
     @pytest.mark.parametrize("discount", [0.0, 1e-20, 0.1, 0.5, 0.95, 0.999, 1 - 1e-9, 1.0])
     # Around the block size and its square, where a level of the recursion begins.
-    @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 1000, 1024, 1025, 3000])
+    @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 4095, 4096, 4097])
     def test_matches_a_loop(self, length, discount):
         values = torch.rand(3, length, generator=torch.Generator().manual_seed(length))
         expected = brute_force(values, discount)
@@ -106,6 +107,20 @@ class TestDiscountKL:
     def test_zero_is_the_masked_kl(self):
         kl, mask = torch.tensor([[1.0, NAN, 4.0]]), torch.tensor([[1, 0, 1]])
         assert discount_kl(kl, mask, 0.0).tolist() == [[1.0, 0.0, 4.0]]
+
+    def test_a_few_rows_at_a_time(self, monkeypatch):
+        monkeypatch.setattr(advantages, "_CHUNK", 2 * 40 // torch.get_num_threads())
+        kl, mask = random_case(0, batch=7, length=40)
+        mask[:2], mask[2:4] = True, torch.arange(40) < 9
+        result = discount_kl(torch.where(mask, kl, NAN), mask, 0.9)
+        expected = brute_force(torch.where(mask, kl, 0.0), 0.9) * mask
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+
+    def test_the_same_with_and_without_gradients(self):
+        kl, mask = random_case(0)
+        with_gradients = discount_kl(kl.clone().requires_grad_(), mask, 0.9)
+        assert with_gradients.requires_grad
+        assert torch.equal(discount_kl(kl, mask, 0.9), with_gradients)
 
 
 class TestMeans:

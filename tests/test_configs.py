@@ -32,6 +32,7 @@ FIELDS = {
     "kl_estimator": ("k1", "k3"),
     "kl_centering": ("batch", "group"),
     "kl_discount": (0.0, 0.9),
+    "kl_statistic": ("k3", "full"),
     "kl_controller": (None, "fixed"),
     "kl_target": (None, 6.0),
     "kl_target_unit": ("sequence", "token"),
@@ -180,6 +181,7 @@ def test_every_field_from_yaml(config_class, tmp_path):
         "kl_estimator": "k2",
         "kl_centering": "group",
         "kl_discount": 1,
+        "kl_statistic": "full",
         "kl_controller": "adaptive",
         "kl_target": 6,
         "kl_target_unit": "token",
@@ -203,6 +205,7 @@ def test_every_field_from_yaml(config_class, tmp_path):
         "kl_estimator": "k2",
         "kl_centering": "group",
         "kl_discount": 1,
+        "kl_statistic": "full",
         "kl_controller": "adaptive",
         "kl_target": 6,
         "kl_target_unit": "token",
@@ -234,6 +237,7 @@ def test_every_field_from_flags(config_class, tmp_path):
         "kl_estimator": "abs",
         "kl_centering": "sequence",
         "kl_discount": 0.9,
+        "kl_statistic": "full",
         "kl_controller": "adaptive",
         "kl_target": 6.0,
         "kl_target_unit": "token",
@@ -310,6 +314,7 @@ BAD_VALUES = {
     "kl_estimator": ["k9", "K1", "", 1, ["k1"]],
     "kl_centering": ["microbatches", "", 1, False],
     "kl_discount": [-0.1, 1.0001, None, *NAN_AND_INFINITIES, *NO_NUMBERS],
+    "kl_statistic": ["k1", "k2", "Full", "", 1, ["k3"]],
     "kl_controller": ["pi", "Adaptive", "", 1, ["pid"]],
     "kl_target": [0, 0.0, -6.0, *NAN_AND_INFINITIES, *NO_NUMBERS],
     "kl_target_unit": ["tokens", "", None, 1],
@@ -331,6 +336,7 @@ REMEDIES = {
     "kl_estimator": ", ".join(repr(name) for name in ESTIMATORS),
     "kl_centering": ", ".join(repr(name) for name in CENTERINGS),
     "kl_discount": "Set it to 0.0",
+    "kl_statistic": "'k3', 'full'",
     "kl_controller": "'adaptive', 'exponential', 'fixed', ",
     "kl_target": "Leave it unset",
     "kl_target_unit": "'sequence', 'token'",
@@ -566,6 +572,7 @@ MEANINGFUL_WITH_MONITOR = {
     "kl_ref_lag": {},
     "kl_ref_sync_steps": {},
     "kl_ref_mixup_alpha": {"kl_ref_sync_steps": 4},
+    "kl_statistic": {},
     "kl_target": {},
     "kl_target_unit": {},
     "kl_warn_window": {"kl_target": 6.0},
@@ -597,7 +604,12 @@ def test_kl_monitor_accepts_what_it_reads_and_nothing_else(config_class, name):
 
 
 def test_kl_monitor_can_measure_the_full_kl_but_no_other_estimator():
-    assert build(kl_monitor=True, kl_estimator="full").kl_estimator == "full"
+    assert build(kl_monitor=True, kl_estimator="full").kl_statistic == "full"
+    assert build(kl_monitor=True, kl_statistic="full").kl_needs_full
+    assert not build(kl_statistic="k3").kl_needs_full
+    assert "`kl_statistic='full'` has no effect while `kl_penalty_coef=0.0`" in refusal(kl_statistic="full")
+    # The statistic that is named leaves the estimator nothing to decide.
+    assert "`kl_estimator='full'` has no effect" in refusal(kl_monitor=True, kl_estimator="full", kl_statistic="k3")
     for estimator in ("k2", "k3", "abs", "trlx", "importance"):
         assert f"`kl_estimator={estimator!r}` has no effect" in refusal(kl_monitor=True, kl_estimator=estimator)
 
@@ -635,6 +647,7 @@ OTHERS = {
     "kl_estimator": names(*ESTIMATORS),
     "kl_centering": names(*CENTERINGS),
     "kl_discount": numbers,
+    "kl_statistic": names("k3", "full"),
     "kl_controller": names("fixed", "adaptive", "exponential", "pid"),
     "kl_target": numbers,
     "kl_target_unit": names("sequence", "token"),

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_klx import advantages as advantages_module
 from trl_klx.gae import clipped_value_loss, compute_gae, explained_variance, shape_rewards
 
 
@@ -75,6 +76,42 @@ class TestComputeGAE:
         deleted = compute_gae(*kept, torch.ones_like(kept[0]))
         torch.testing.assert_close(advantages[mask][None], deleted[0])
         torch.testing.assert_close(returns[mask][None], deleted[1])
+
+    def test_a_few_rows_at_a_time(self, monkeypatch):
+        # Chunks of two rows: without padding, with padding, with nothing else, with holes.
+        monkeypatch.setattr(advantages_module, "_CHUNK", 2 * 40 // torch.get_num_threads())
+        rewards, values, mask = random_case(0, batch=9, length=40)
+        lengths = torch.tensor([40, 40, 7, 40, 0, 0])
+        mask[:6] = torch.arange(40) < lengths[:, None]
+        garbage = torch.where(mask, 0.0, NAN)
+        advantages, returns = compute_gae(rewards + garbage, values + garbage, mask, 0.99, 0.95)
+        expected = brute_force(rewards, values, mask, 0.99, 0.95)
+        torch.testing.assert_close(advantages.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(returns.double(), expected + values.double() * mask, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("holes", [False, True])
+    @pytest.mark.parametrize(
+        "make", [torch.Tensor.bool, torch.Tensor.int, torch.Tensor.float, lambda mask: 3 * mask.long()]
+    )
+    def test_any_mask_and_any_layout(self, make, holes):
+        rewards, values, mask = random_case(1)
+        mask = mask if holes else torch.arange(10).expand(3, 10) < torch.tensor([[10], [4], [0]])
+        expected = compute_gae(rewards, values, mask)
+        turned = [tensor.t().contiguous().t() for tensor in (rewards, values, make(mask))]
+        assert not turned[0].is_contiguous()
+        for result, same in zip(compute_gae(*turned), expected, strict=True):
+            assert torch.equal(result, same)
+
+    @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 1 - 1e-9), (1.0, 1e-12), (0.999, 0.999)])
+    def test_long_sequences(self, gamma, lam):
+        generator = torch.Generator().manual_seed(0)
+        rewards, values = torch.rand(2, 2, 5000, generator=generator)
+        mask = torch.arange(5000).expand(2, 5000) < torch.tensor([[5000], [3000]])
+        advantages, returns = compute_gae(rewards, values, mask, gamma, lam)
+        expected = brute_force(rewards, values, mask, gamma, lam)
+        # All summands of the returns are positive, so that each digit of theirs counts.
+        torch.testing.assert_close(returns.double(), expected + values.double() * mask, rtol=1e-5, atol=1e-30)
+        assert ((advantages.double() - expected).abs() <= 1e-5 * (expected + 1.0).abs()).all()
 
     def test_lambda_one_is_reward_to_go_minus_value(self):
         rewards, values, _ = random_case(0)

@@ -350,7 +350,7 @@ def test_lag(tmp_path, kind, lag):
         assert differ(rebuilt(trainer, step), rebuilt(trainer, step + 1), trainer.seen[-1])
     assert trainer.kl_reference.identity == {"kind": "lag", "lag": lag}
     # No more than the steps in between are kept.
-    assert len(trainer.kl_reference.mover.history) == lag
+    assert trainer.kl_reference.mover.kept_steps == list(range(6 - lag, 6))
 
 
 def test_lag_counts_optimizer_steps_where_a_batch_serves_several(tmp_path):
@@ -416,26 +416,27 @@ def weights_at(step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: LaggedReference(3), lambda: SyncedReference(2, 0.3), lambda: SyncedReference(2)]
+    "make",
+    [lambda folder: LaggedReference(3, folder), lambda _: SyncedReference(2, 0.3), lambda _: SyncedReference(2)],
 )
 @pytest.mark.parametrize("stop", range(7))
-def test_moving_reference_goes_on_from_its_state(make, stop):
-    through, reference = make(), weights_at(0)
+def test_moving_reference_goes_on_from_its_state(make, stop, tmp_path):
+    through, reference = make(tmp_path), weights_at(0)
     history = []
     for step in range(1, 9):
         if step == stop + 1:
             state = {name: weight.clone() for name, weight in through.state(reference).items()}
         through.step(step, weights_at(step), reference)
         history.append({name: weight.clone() for name, weight in reference.items()})
-    again, resumed = make(), weights_at(99)
+    again, resumed = make(tmp_path), weights_at(99)
     again.load_state(state, resumed)
     for step in range(stop + 1, 9):
         again.step(step, weights_at(step), resumed)
         assert all(torch.equal(resumed[name], history[step - 1][name]) for name in resumed)
 
 
-def test_moving_reference_by_hand():
-    lagged, reference = LaggedReference(2), weights_at(0)
+def test_moving_reference_by_hand(tmp_path):
+    lagged, reference = LaggedReference(2, tmp_path), weights_at(0)
     seen = []
     for step in range(1, 6):
         lagged.step(step, weights_at(step), reference)

@@ -11,7 +11,7 @@ from trl_klx.state import read_json, read_kl_reference, read_kl_state, write_jso
 
 
 STATE = {
-    "controller": {"name": "pid", "init_coef": 0.05, "state": {"value": 0.1, "integral": -0.3, "error": None}},
+    "controller": {"name": "pid", "init_coef": 0.05, "state": {"value": 0.1, "integral": -0.3, "distance": None}},
     "drift": {"values": [1.0, 2.5]},
     "reference": {"kind": "step", "step": 0, "hash": "abc"},
 }

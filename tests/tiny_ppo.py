@@ -247,7 +247,6 @@ def build_resumed_run(name: str, output_dir: str, adapter: str, **overrides):
         "cliprange_reward": 5.0,
         "kl_penalty_coef": 0.2,
         "kl_controller": "pid",
-        "kl_controller_kwargs": {"kp": 0.3, "kd": 0.3},
         "kl_target": 0.2,
         "kl_warn_window": 3,
         **RESUMED_RUNS[name],

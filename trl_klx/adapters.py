@@ -98,6 +98,22 @@ def only_trained_adapter(model: nn.Module) -> Iterator[None]:
             model.save_pretrained = before
 
 
+@contextmanager
+def saved_modules_hidden(model: PeftModel, name: str) -> Iterator[None]:
+    """Take the modules off the model that an adapter saves whole (`modules_to_save`)."""
+    places = [
+        saved
+        for module in model.modules()
+        if isinstance(saved := vars(module)["_modules"].get("modules_to_save"), nn.ModuleDict)
+    ]
+    hidden = [(place, place.pop(name)) for place in places if name in place]
+    try:
+        yield
+    finally:
+        for place, module in hidden:
+            place[name] = module
+
+
 def adapter_tensors(model: PeftModel, name: str, as_name: str | None = None) -> dict[str, torch.Tensor]:
     """The parameters of one adapter, keyed by parameter name with the adapter's name replaced by `as_name`."""
     as_name = name if as_name is None else as_name

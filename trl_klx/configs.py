@@ -17,12 +17,20 @@ from .registry import get_kl_controller, get_kl_controller_class, list_kl_contro
 
 KL_PLACEMENTS = ("advantage", "reward", "loss")
 KL_CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
+KL_STATISTICS = ("k3", "full")
 KL_TARGET_UNITS = ("sequence", "token")
 
 # The fields that say which policy is the reference: at most one of them may be set.
 REFERENCE_FIELDS = ("kl_penalty_reference_step", "kl_ref_adapter_path", "kl_ref_lag", "kl_ref_sync_steps")
 # The fields that still mean something when the KL is only measured.
-MONITOR_FIELDS = {*REFERENCE_FIELDS, "kl_ref_mixup_alpha", "kl_target", "kl_target_unit", "kl_warn_window"}
+MONITOR_FIELDS = {
+    *REFERENCE_FIELDS,
+    "kl_ref_mixup_alpha",
+    "kl_statistic",
+    "kl_target",
+    "kl_target_unit",
+    "kl_warn_window",
+}
 # Controller settings by the name of the config field that carries them.
 CONTROLLER_FIELDS = {"kl_horizon": "horizon", "kl_coef_min": "min_coef", "kl_coef_max": "max_coef"}
 
@@ -64,6 +72,7 @@ _VALUES = {
     "kl_estimator": _one_of(KL_ESTIMATORS),
     "kl_centering": _one_of(KL_CENTERINGS),
     "kl_discount": (*_number("in [0, 1]", 0.0, 1.0), "Set it to 0.0 so that each token pays for its own KL."),
+    "kl_statistic": _one_of(KL_STATISTICS),
     "kl_target": (*_number("> 0 (nats)", 0.0, above=True), "Leave it unset for a fixed coefficient."),
     "kl_target_unit": _one_of(KL_TARGET_UNITS),
     "kl_horizon": (*_number("> 0 (completions)", 0, above=True), "The default is 10000; shorter adapts faster."),
@@ -125,6 +134,9 @@ class KLXConfigMixin:
         kl_discount (`float`, *optional*, defaults to `0.0`):
             With `kl_placement="advantage"`: `0.0` lets each token pay for its own KL, a value in (0, 1] for the
             discounted KL from this token on.
+        kl_statistic (`str`, *optional*):
+            Estimator of the KL that is logged and that drives the controller: `"k3"`, or `"full"`, which is exact for
+            each visited state and so less noisy. If unset, `"k3"`, and `"full"` with `kl_estimator="full"`.
         kl_controller (`str`, *optional*):
             Name of the controller in the registry. If unset, `"adaptive"` when `kl_target` is set, else `"fixed"`.
         kl_target (`float`, *optional*):
@@ -188,6 +200,12 @@ class KLXConfigMixin:
         "With `kl_placement='advantage'`: 0.0 lets each token pay for its own KL, a value in (0, 1] for the discounted "
         "KL from this token on.",
     )
+    kl_statistic: str | None = _kl_field(
+        None,
+        "Estimator of the KL that is logged and that drives the controller: 'k3', or 'full', which is exact for each "
+        "visited state and so less noisy. If unset, 'k3', and 'full' with `kl_estimator='full'`.",
+        KL_STATISTICS,
+    )
     kl_controller: str | None = _kl_field(
         None,
         "Name of the controller in the registry: 'fixed', 'adaptive', 'exponential', 'pid' or one of your own. If "
@@ -228,6 +246,11 @@ class KLXConfigMixin:
         return self.kl_penalty_enabled or self.kl_monitor
 
     @property
+    def kl_needs_full(self) -> bool:
+        """Whether the KL over the whole vocabulary is computed, to be penalised or to be the statistic."""
+        return self.kl_enabled and "full" in (self.kl_estimator, self.kl_statistic)
+
+    @property
     def kl_controller_name(self) -> str:
         """Name of the controller, with the default resolved."""
         if self.kl_controller is not None:
@@ -250,6 +273,8 @@ class KLXConfigMixin:
         for name, default in _placement_defaults(self.kl_placement).items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
+        if self.kl_statistic is None:
+            self.kl_statistic = "full" if self.kl_estimator == "full" else "k3"
 
     def _validate_kl_values(self):
         if isinstance(self.kl_ref_adapter_path, os.PathLike):
@@ -311,7 +336,7 @@ class KLXConfigMixin:
             warnings.warn(
                 "`kl_estimator='full'` is the exact KL of each visited state, whatever token is sampled there, so that a "
                 "policy gradient cannot see a token's own share of it: as a penalty it restrains far less than 'k1'. It "
-                "is best at measuring (`kl_monitor=True`). Set `kl_estimator='k1'` to penalise.",
+                "is best at measuring: set `kl_statistic='full'`, and `kl_estimator='k1'` to penalise.",
                 stacklevel=4,
             )
         self._validate_kl_controller()
@@ -322,12 +347,12 @@ class KLXConfigMixin:
             return
         ours = {f.name for f in fields(KLXConfigMixin)}
         defaults = {f.name: f.default for f in fields(self) if f.name in ours}
-        defaults |= _placement_defaults(self.kl_placement)  # these were filled in, not set
+        defaults |= _placement_defaults(self.kl_placement) | {"kl_statistic": "k3"}  # these were filled in, not set
         readable = {"kl_monitor", "kl_penalty_coef"}
         if self.kl_monitor:
             readable |= MONITOR_FIELDS
-            # The statistic is k3, or `full` where that is asked for; it is no other estimator.
-            if self.kl_estimator == "full":
+            # The estimator is read where it decides the statistic.
+            if self.kl_estimator == self.kl_statistic == "full":
                 readable.add("kl_estimator")
         inert = [name for name, default in defaults.items() if name not in readable and getattr(self, name) != default]
         if not inert:

@@ -298,75 +298,114 @@ class ExponentialKLController(KLController):
 
 @dataclass(frozen=True)
 class PIDKLControllerState(KLControllerState):
-    """The coefficient, the sum of errors, and the last error (`None` before the first update)."""
+    """
+    The coefficient, and what the rule knows of the policy's way: its distance (`None` before the first update) and
+    speed, the greatest speed it has shown, how far the measurements scatter around the prediction (a guess at first),
+    and the sum of errors.
+    """
 
+    distance: float | None = None
+    speed: float = 0.0
+    top_speed: float = 0.0
+    scatter: float = 0.04
     integral: float = 0.0
-    error: float | None = None
 
 
 class PIDKLController(KLController):
     r"""
-    Proportional, integral and derivative terms on the relative error, acting on the log of the coefficient.
+    Steers the speed at which the policy nears the target, and then holds it there.
 
-    With `e = log(kl / target)`, limited to `±error_clip`, and its running sum `I`:
-    `log coef = log init_coef + kp * e + ki * I + kd * (e - e_prev)`, then the bounds. In logs the loop behaves the
-    same whatever the scale of KL and coefficient. While the coefficient is at a bound and the error pushes it further
-    out, `I` stands still, so that there is nothing to unwind when the error turns.
+    Near its reference, the KL of a policy grows with the square of the way it has gone. So the rule looks at the distance
+    `x = sqrt(kl / target)`, which is 1 at the target, and at its speed `v` per update, both smoothed by a filter that
+    predicts (the measured KL of a batch is noisy). The speed it wants is in proportion to the way that is left,
+    `kp / kd * (1 - x)`, and at most half of the greatest speed the policy has shown: a policy that is slowed down early
+    tells how strong the penalty must be before it arrives, where momentum would carry it past the target. With
+    `e = gain * (v - wanted speed)`, limited to `±error_clip`:
 
-    One update is one step of the loop, so `n_steps` does not matter. The default gains suit a KL that answers slowly, as
-    it does in training; if the KL alternates around the target from batch to batch, lower `kd` first, then `kp`.
+    `log coef = log init_coef + integral + e`, then the bounds; `integral += ki * (1 + 3 * abs(1 - x)) * e`
+
+    `gain` is `kd`, or less where the policy is fast or the measurements scatter, so that neither leads to swings: that is
+    why no gain needs to be tuned to the unit of the KL, the size of the batch or the learning rate. While the coefficient
+    is at a bound and the error pushes it further out, the integral stands still, so that there is nothing to unwind when
+    the error turns. One update is one step of the loop, so `n_steps` does not matter.
 
     Args:
         init_coef (`float`):
-            First coefficient, and the one that an error and integral of 0 give.
+            First coefficient. A bad guess costs some steps, or an overshoot if it is far too low.
         kp (`float`, *optional*, defaults to `2.0`):
-            Gain of the error.
-        ki (`float`, *optional*, defaults to `0.1`):
+            Gain of the distance; `kp / kd` is the share of the way that is left to be gone in one update.
+        ki (`float`, *optional*, defaults to `0.15`):
             Gain of the summed error.
-        kd (`float`, *optional*, defaults to `4.0`):
-            Gain of the change of the error. The first update has no such term.
-        error_clip (`float`, *optional*, defaults to `log(10)`):
-            Limit of the error; a KL of 0 counts as the lower limit.
+        kd (`float`, *optional*, defaults to `20.0`):
+            Greatest gain of the speed.
+        error_clip (`float`, *optional*, defaults to `1.5`):
+            Limit of the error, and so of how far one update moves `log coef` beyond the integral.
         **kwargs:
             The other settings of [`KLController`]; `target` is required.
     """
 
     needs_target = True
     uses = frozenset({"target", "min_coef", "max_coef"})
-    formula = "init_coef * exp(kp * e + ki * sum(e) + kd * (e - e_prev)), e = log(kl / target)"
+    formula = "init_coef * exp(e + ki * sum(e)), x = sqrt(kl / target), e = kp * (x - 1) + kd * dx/dt"
     state_class = PIDKLControllerState
     _state: PIDKLControllerState
+
+    # Shares of a surprise that correct the distance and the speed.
+    DISTANCE_SHARE, SPEED_SHARE = 0.5, 0.3
+    # Rate at which the scatter follows the surprises, and at which the greatest speed is forgotten.
+    SCATTER_RATE, SPEED_DECAY = 0.1, 0.99
+    # The gain times the speed, and times the scatter, stay below these: what is left of either in `log coef`.
+    SPEED_AUTHORITY, SCATTER_AUTHORITY = 3.0, 1.0
+    APPROACH, SLOWEST, FARTHEST = 0.5, 0.02, 3.0
 
     def __init__(
         self,
         init_coef: float,
         *,
         kp: float = 2.0,
-        ki: float = 0.1,
-        kd: float = 4.0,
-        error_clip: float = math.log(10.0),
+        ki: float = 0.15,
+        kd: float = 20.0,
+        error_clip: float = 1.5,
         **kwargs: Any,
     ) -> None:
         super().__init__(init_coef, **kwargs)
-        for name, gain in (("kp", kp), ("ki", ki), ("kd", kd)):
+        for name, gain in (("kp", kp), ("ki", ki)):
             if not _is_finite_number(gain) or gain < 0:
                 raise ValueError(
-                    f"`{name}` must be a finite number >= 0, but got {gain!r}. The defaults are kp=2.0, ki=0.1, kd=4.0."
+                    f"`{name}` must be a finite number >= 0, but got {gain!r}. The defaults are kp=2.0, ki=0.15, kd=20.0."
                 )
-        _check_positive("error_clip", error_clip, "Set `error_clip` to a value such as 2.3, a factor of ten.")
+        _check_positive("kd", kd, "The defaults are kp=2.0, ki=0.15, kd=20.0.")
+        _check_positive("error_clip", error_clip, "Set `error_clip` to a value such as 1.5.")
         self.kp, self.ki, self.kd = float(kp), float(ki), float(kd)
         self.error_clip = float(error_clip)
 
     def _next(self, kl: float, n_steps: float) -> float:
         assert self.target is not None
-        error = math.log(kl) - math.log(self.target) if kl > 0 else -self.error_clip
-        error = min(max(error, -self.error_clip), self.error_clip)
-        change = 0.0 if self._state.error is None else error - self._state.error
-        low, high = math.log(self.min_coef), math.log(self.max_coef)
-        integral = self._state.integral + error
-        log_coef = math.log(self.init_coef) + self.kp * error + self.ki * integral + self.kd * change
-        if (log_coef > high and error > 0) or (log_coef < low and error < 0):
-            # This output still goes to the bound; only the memory of it is not kept.
-            integral = self._state.integral
-        self._state = replace(self._state, integral=integral, error=error)
+        distance, state = self._follow(math.sqrt(kl / self.target))
+        left = 1.0 - distance
+        gain = min(self.kd, self.SPEED_AUTHORITY / state.top_speed, self.SCATTER_AUTHORITY / max(state.scatter, 1e-6))
+        wanted = min(max(self.kp / self.kd * left, -state.top_speed), self.APPROACH * state.top_speed)
+        error = min(max(gain * (state.speed - wanted), -self.error_clip), self.error_clip)
+        integral = state.integral + self.ki * (1.0 + 3.0 * min(abs(left), 1.0)) * error
+        log_coef = math.log(self.init_coef) + integral + error
+        outward = (log_coef > math.log(self.max_coef) and error > 0) or (
+            log_coef < math.log(self.min_coef) and error < 0
+        )
+        # The output still goes to the bound; only the memory of it is not kept.
+        self._state = state if outward else replace(state, integral=integral)
         return _exp(log_coef)
+
+    def _follow(self, measured: float) -> tuple[float, PIDKLControllerState]:
+        """The distance, and the state, after a filter that predicts both it and the speed has seen one more of it."""
+        state, measured = self._state, min(measured, self.FARTHEST)
+        predicted = measured if state.distance is None else state.distance + state.speed
+        surprise = measured - predicted
+        distance = max(predicted + self.DISTANCE_SHARE * surprise, 0.0)
+        speed = state.speed + self.SPEED_SHARE * surprise
+        return distance, replace(
+            state,
+            distance=distance,
+            speed=speed,
+            top_speed=max(self.SPEED_DECAY * state.top_speed, abs(speed), self.SLOWEST),
+            scatter=state.scatter + self.SCATTER_RATE * (abs(surprise) - state.scatter),
+        )

@@ -4,9 +4,11 @@ PPO's own maths: rewards with a per-token KL penalty, generalized advantage esti
 Masked positions (padding, tool outputs inside a completion) are as if they had been deleted, and may hold anything.
 """
 
+import functools
+
 import torch
 
-from .advantages import discounted_suffix_sum, masked_mean
+from .advantages import by_rows, masked_mean, select, selector, suffix_sum
 from .estimators import check_same_shape, wide_dtype
 
 
@@ -75,19 +77,55 @@ def compute_gae(
     for name, number in (("gamma", gamma), ("lam", lam)):
         if not 0.0 <= number <= 1.0:
             raise ValueError(f"`{name}` must lie in [0, 1], but got {number}.")
-    mask = mask.bool()
-    length = mask.shape[1]
-    values = torch.where(mask, values.float(), 0.0)
-    # Unmasked tokens move to the left in their order. The masked, all zero, share the last slot: where there is one of
-    # them, no unmasked token gets that far. The extra column is the value after the end.
-    slots = mask.cumsum(1).sub_(1).masked_fill_(~mask, length - 1)
-    packed_values = values.new_zeros(mask.shape[0], length + 1).scatter_(1, slots, values)
-    packed = torch.zeros_like(packed_values).scatter_(1, slots, torch.where(mask, rewards.float(), 0.0))
-    deltas = torch.add(packed[:, :-1], packed_values[:, 1:], alpha=gamma).sub_(packed_values[:, :-1])
-    packed_advantages = discounted_suffix_sum(deltas, gamma * lam)
-    advantages = packed_advantages.gather(1, slots)
-    advantages = torch.where(mask, advantages, 0.0)
-    return advantages, advantages + values
+    function = functools.partial(_gae_of_rows, gamma=gamma, lam=lam)
+    advantages, returns = by_rows(function, rewards.float(), values.float(), mask, outputs=2)
+    return advantages, returns
+
+
+def _gae_of_rows(
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    gamma: float,
+    lam: float,
+) -> None:
+    chosen = selector(mask, values)
+    rewards, values = select(rewards, chosen), select(values, chosen)
+    if _has_no_holes(chosen):
+        _lambda_returns(rewards, values, gamma, lam, returns)
+    else:
+        mask = mask.bool()
+        # Unmasked tokens move to the left in their order. The masked, all zero, share the last slot: where there is one
+        # of them, no unmasked token gets that far.
+        slots = mask.cumsum(1).sub_(1).masked_fill_(~mask, mask.shape[1] - 1)
+        packed_values = torch.zeros_like(values).scatter_(1, slots, values)
+        packed_rewards = torch.zeros_like(values).scatter_(1, slots, rewards)
+        packed_returns = _lambda_returns(packed_rewards, packed_values, gamma, lam)
+        torch.where(mask, packed_returns.gather(1, slots), values.new_zeros(()), out=returns)
+    torch.sub(returns, values, out=advantages)
+
+
+def _lambda_returns(
+    rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    # `A_t + V_t = r_t + gamma * (1 - lam) * V_{t+1} + gamma * lam * (A_{t+1} + V_{t+1})`: one pass less over the data
+    # than the sum of the deltas. Both arguments are 0 after the last token.
+    summands = torch.empty_like(rewards, memory_format=torch.contiguous_format)
+    torch.add(rewards[:, :-1], values[:, 1:], alpha=gamma * (1.0 - lam), out=summands[:, :-1])
+    summands[:, -1:] = rewards[:, -1:]
+    return suffix_sum(summands, gamma * lam, out)
+
+
+def _has_no_holes(chosen: torch.Tensor | None) -> bool:
+    # Whether every row is ones and then zeros, so that nothing needs to move. Asked on CPU only: on a device the answer
+    # would be waited for, and moving is cheap there.
+    if chosen is None:
+        return True
+    if chosen.device.type != "cpu" or chosen.dtype != torch.int32:
+        return False
+    return chosen.shape[1] < 2 or bool((chosen[:, 1:] - chosen[:, :-1]).amax() <= 0)
 
 
 def clipped_value_loss(

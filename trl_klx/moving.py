@@ -1,5 +1,10 @@
 """Moving references: how the reference's weights follow the policy's, step by step."""
 
+import mmap
+import os
+import tempfile
+from typing import IO
+
 import torch
 
 
@@ -46,38 +51,94 @@ class SyncedReference:
             weight.copy_(state[name])
 
 
+class _Snapshots:
+    """
+    Copies of a set of weights in a file without a name: whatever becomes of the process, nothing is left of it.
+
+    Args:
+        folder (`str`):
+            Where the file is to lie; made if needed. The system's folder for temporary files is often in memory.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self._file: IO[bytes] | None = None
+        self._size = 0
+
+    def write(self, slot: int, weights: Weights, like: Weights) -> None:
+        """Put a copy of `weights` into a slot, with the types of `like`, whose names, shapes and order never change."""
+        if self._file is None:
+            os.makedirs(self.folder, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=self.folder, prefix="_kl_ref_lag")
+            self._size = sum(weight.nbytes for weight in like.values())
+        self._file.seek(slot * self._size)
+        for name, weight in like.items():
+            # One weight at a time, so that no whole copy is ever in memory. As bytes, since NumPy has no bfloat16.
+            copy = weights[name].detach().to("cpu", weight.dtype).contiguous()
+            self._file.write(copy.view(-1).view(torch.uint8).numpy().data)
+        self._file.flush()
+
+    def read(self, slot: int, like: Weights) -> Weights:
+        """The copy in a slot, mapped into memory: good until the slot is written again."""
+        assert self._file is not None
+        mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY) if self._size else bytearray()
+        copies, offset = {}, slot * self._size
+        for name, weight in like.items():
+            if not weight.nbytes:  # a process may hold no part of a weight
+                copies[name] = torch.empty_like(weight, device="cpu")
+                continue
+            raw = torch.frombuffer(mapped, dtype=torch.uint8, count=weight.nbytes, offset=offset)
+            # It begins where the one before ended, which need not be a place for its own type.
+            raw = raw if raw.data_ptr() % weight.element_size() == 0 else raw.clone()
+            copies[name] = raw.view(weight.dtype).view(weight.shape)
+            offset += weight.nbytes
+        return copies
+
+
 class LaggedReference:
     """
     The policy as it was `lag` optimizer steps ago, and the initial policy until then.
 
-    The steps in between are kept in host memory: `lag` copies of the weights that are trained.
+    The steps in between lie on disk, `lag` copies of what this process trains, so that memory holds the reference and no
+    more.
 
     Args:
         lag (`int`):
             Distance between policy and reference in optimizer steps.
+        folder (`str`):
+            Folder on a disk with room for the copies.
     """
 
-    def __init__(self, lag: int):
+    def __init__(self, lag: int, folder: str):
         self.lag = lag
-        self.history: dict[int, Weights] = {}
+        self._snapshots = _Snapshots(folder)
+        # The step whose weights lie in each slot.
+        self._slots: dict[int, int] = {}
 
     @property
     def identity(self) -> dict[str, float]:
         return {"lag": self.lag}
 
+    @property
+    def kept_steps(self) -> list[int]:
+        """The steps whose weights are kept, to become the reference in their turn."""
+        return sorted(self._slots.values())
+
     @torch.no_grad()
     def step(self, step: int, policy: Weights, reference: Weights) -> None:
         """Let the reference follow after optimizer step `step`."""
-        self.history[step] = {name: policy[name].detach().to("cpu", copy=True) for name in reference}
-        due = self.history.pop(step - self.lag, None)
-        if due is not None:
-            for name, weight in reference.items():
-                weight.copy_(due[name])
+        slot = step % self.lag
+        if self._slots.get(slot) == step - self.lag:
+            for name, weight in self._snapshots.read(slot, like=reference).items():
+                reference[name].copy_(weight)
+        self._snapshots.write(slot, policy, like=reference)
+        self._slots[slot] = step
 
     def state(self, reference: Weights) -> Weights:
-        """What a resumed run needs to go on as if nothing had happened."""
+        """What a resumed run needs to go on as if nothing had happened: good until the next step."""
         state = {f"reference|{name}": weight for name, weight in reference.items()}
-        for step, weights in self.history.items():
+        for step in self.kept_steps:
+            weights = self._snapshots.read(step % self.lag, like=reference)
             state |= {f"{step}|{name}": weight for name, weight in weights.items()}
         return state
 
@@ -90,4 +151,7 @@ class LaggedReference:
                 reference[name].copy_(weight)
             else:
                 history.setdefault(int(owner), {})[name] = weight
-        self.history = history
+        self._slots = {}
+        for step, weights in history.items():
+            self._snapshots.write(step % self.lag, weights, like=reference)
+            self._slots[step % self.lag] = step

@@ -5,13 +5,13 @@ import functools
 import os
 import re
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import is_peft_model
+from accelerate.utils import fsdp2_prepare_model, is_peft_model
 from torch import nn
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer import utils as trl_utils
@@ -25,10 +25,12 @@ from .adapters import (
     hash_tensors,
     load_reference_adapter,
     rng_kept,
+    saved_modules_hidden,
     trained_adapter,
 )
 from .configs import KLXConfigMixin
 from .moving import LaggedReference, SyncedReference, Weights
+from .sharding import cut_part, is_sharded, join_parts, local_part, shard_again, use_written_parts, value_of_main
 
 
 @contextmanager
@@ -75,15 +77,52 @@ class KLReference:
     def follow(self, step: int) -> None:
         """Let a moving reference follow the policy after optimizer step `step`."""
         if self.mover is not None:
-            self.mover.step(step, self.policy_weights(), self.weights())
+            reference = self.weights()
+            # Policy and reference are sharded alike, so each process moves the parts that it holds.
+            self.mover.step(step, _local_parts(self.policy_weights()), _local_parts(reference))
+            use_written_parts(reference.values())
 
     def state(self) -> Weights:
-        """Weights that a checkpoint must carry: those of a moving reference, since no other file has them."""
-        return {} if self.mover is None else self.mover.state(self.weights())
+        """
+        Weights that a checkpoint must carry, whole: those of a moving reference, since no other file has them. Where they
+        are sharded, every process must call this.
+        """
+        if self.mover is None:
+            return {}
+        reference = self.weights()
+        parts = self.mover.state(_local_parts(reference))
+        return {key: join_parts(reference[_weight_name(key)], part) for key, part in parts.items()}
 
     def load_state(self, state: Weights) -> None:
         if self.mover is not None:
-            self.mover.load_state(state, self.weights())
+            reference = self.weights()
+            parts = {
+                key: cut_part(reference[_weight_name(key)], whole) if _weight_name(key) in reference else whole
+                for key, whole in state.items()
+            }
+            self.mover.load_state(parts, _local_parts(reference))
+            use_written_parts(reference.values())
+
+    def whole_weights(self) -> Weights:
+        """The reference's own weights, joined. Where they are sharded, every process must call this."""
+        return {name: join_parts(weight) for name, weight in self.weights().items()}
+
+    @torch.no_grad()
+    def load_weights(self, whole: Weights) -> None:
+        """Load what [`~KLReference.whole_weights`] returned."""
+        reference = self.weights()
+        for name, weight in reference.items():
+            local_part(weight).copy_(cut_part(weight, whole[name]))
+        use_written_parts(reference.values())
+
+
+def _local_parts(weights: Weights) -> Weights:
+    return {name: local_part(weight) for name, weight in weights.items()}
+
+
+def _weight_name(key: str) -> str:
+    """The name of the weight in a key of a mover's state, which may say before it when it was that of the policy."""
+    return key.rsplit("|", 1)[-1]
 
 
 class AdapterReference(KLReference):
@@ -112,11 +151,29 @@ class AdapterReference(KLReference):
             yield self.policy
 
     def weights(self) -> Weights:
+        shard_again(self.policy)
         trained = trained_adapter(self.policy)
         return {} if self.adapter is None else adapter_tensors(self.policy, self.adapter, as_name=trained)
 
     def policy_weights(self) -> Weights:
+        shard_again(self.policy)
         return adapter_tensors(self.policy, trained_adapter(self.policy))
+
+    def keep_from_vllm(self, generation: Any) -> None:
+        """
+        Let TRL send vLLM the weights of the policy alone. It leaves out the factors of every adapter, but not the modules
+        that one saves whole.
+
+        Args:
+            generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
+                What sends them.
+        """
+        if self.adapter is not None:
+            generation.sync_weights = functools.partial(self._call_hidden, generation.sync_weights)
+
+    def _call_hidden(self, method: Callable[[], None]) -> None:
+        with saved_modules_hidden(self.policy, self.adapter):
+            method()
 
 
 class ModelReference(KLReference):
@@ -142,9 +199,16 @@ class ModelReference(KLReference):
         super().__init__(identity, mover)
         self.policy = policy
         self._unwrap = accelerator.unwrap_model
+        shared = {id(parameter) for parameter in policy.parameters()}
+        self._own = {name for name, parameter in model.named_parameters() if id(parameter) not in shared}
+        fsdp_plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
             self.model = prepare_deepspeed(model, accelerator)
-        elif getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        elif fsdp_plugin is not None and fsdp_plugin.fsdp_version == 2:
+            # Layer by layer as the policy, and from the main process where it alone has loaded the weights. TRL's own way
+            # of doing it joins the whole model at once, and takes each process's weights for loaded.
+            self.model = fsdp2_prepare_model(accelerator, model).requires_grad_(False).eval()
+        elif fsdp_plugin is not None:
             self.model = prepare_fsdp(model, accelerator)
         else:
             self.model = accelerator.prepare_model(model, evaluation_mode=True)
@@ -154,11 +218,11 @@ class ModelReference(KLReference):
         yield self.model
 
     def weights(self) -> Weights:
-        shared = {id(parameter) for parameter in self.policy.parameters()}
-        named = self._unwrap(self.model).named_parameters()
-        return {name: parameter for name, parameter in named if id(parameter) not in shared}
+        shard_again(self.model)
+        return {name: weight for name, weight in self._unwrap(self.model).named_parameters() if name in self._own}
 
     def policy_weights(self) -> Weights:
+        shard_again(self.policy)
         return dict(self._unwrap(self.policy).named_parameters())
 
 
@@ -175,12 +239,13 @@ def resolve_reference(args: KLXConfigMixin, policy: nn.Module, accelerator: Acce
             Accelerator of the trainer.
     """
     if args.kl_ref_lag is not None:
-        kind, mover = "lag", LaggedReference(args.kl_ref_lag)
+        kind, mover = "lag", LaggedReference(args.kl_ref_lag, args.output_dir)
     elif args.kl_ref_sync_steps is not None:
         alpha = 1.0 if args.kl_ref_mixup_alpha is None else args.kl_ref_mixup_alpha
         kind, mover = "sync", SyncedReference(args.kl_ref_sync_steps, alpha)
     else:
         kind, mover = None, None
+    _check_engine(args, accelerator, moving=mover is not None)
     step, path = args.kl_penalty_reference_step, args.kl_ref_adapter_path
     checkpoint = _checkpoint_folder(args.output_dir, step) if step else None
 
@@ -218,6 +283,20 @@ def resolve_reference(args: KLXConfigMixin, policy: nn.Module, accelerator: Acce
     return ModelReference(policy, model, identity, accelerator)
 
 
+def _check_engine(args: KLXConfigMixin, accelerator: Accelerator, moving: bool) -> None:
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or plugin.fsdp_version != 1:
+        return
+    exact = args.kl_needs_full
+    if moving or exact:
+        name = "kl_ref_lag" if args.kl_ref_lag is not None else "kl_estimator" if exact else "kl_ref_sync_steps"
+        raise ValueError(
+            f"`{name}={getattr(args, name)!r}` cannot be used with FSDP version 1, which flattens the weights that it needs "
+            "one by one. Set `fsdp_version: 2` in the config file of `accelerate launch`, or "
+            + ("choose `kl_estimator='k3'`." if name == "kl_estimator" else "choose a reference that stands still.")
+        )
+
+
 def saved_steps(output_dir: str) -> list[int]:
     """The steps N for which there is a `checkpoint-N` in `output_dir`."""
     if not os.path.isdir(output_dir):
@@ -235,10 +314,10 @@ def fingerprint(model: nn.Module, without: Collection[int] = ()) -> str:
     for name, weight in model.named_parameters():
         if id(weight) in without:
             continue
-        flat = weight.detach().reshape(-1)
+        flat = join_parts(weight).detach().reshape(-1)
         stride = max(1, flat.numel() // 256)
         sample[name] = flat[::stride][:256].float()
-    return hash_tensors(sample)
+    return value_of_main(hash_tensors(sample))
 
 
 def _checkpoint_folder(output_dir: str, step: int) -> str:
@@ -277,8 +356,13 @@ def add_trl_lm_head(model: nn.Module, temperature: float, cast_lm_head_to_fp32: 
 
 def _frozen_copy(policy: nn.Module, share: bool) -> nn.Module:
     """A frozen copy of the policy as it is now. Weights that are not trained never change, and can be shared."""
-    frozen = (parameter for parameter in policy.parameters() if not parameter.requires_grad)
-    memo = {id(parameter): parameter for parameter in frozen} if share else {}
+    memo: dict[int, Any] = {}
+    for parameter in policy.parameters():
+        if is_sharded(parameter):
+            # As `from_pretrained` leaves them under ZeRO-3. In host memory, until the copy is sharded in its turn.
+            memo[id(parameter)] = nn.Parameter(join_parts(parameter).detach().cpu(), requires_grad=False)
+        elif share and not parameter.requires_grad:
+            memo[id(parameter)] = parameter
     model = copy.deepcopy(policy, memo).requires_grad_(False).eval()
     for module in model.modules():
         if "forward" in vars(module):
@@ -327,7 +411,7 @@ def _load_weights(model: nn.Module, folder: str) -> None:
         misfits = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
         if misfits:
             raise ValueError(f"{sorted(map(str, misfits))[0]!r} is missing, or has no place in the model")
-        model.load_state_dict(loaded.state_dict())
+        model.load_state_dict({name: join_parts(w) for name, w in loaded.state_dict(keep_vars=True).items()})
     except Exception as error:
         raise ValueError(f"Cannot use {folder!r} as KL reference: its weights cannot be loaded ({error}).") from error
     if not all(torch.isfinite(weight).all() for weight in model.parameters()):

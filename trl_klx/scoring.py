@@ -1,16 +1,18 @@
 """What one forward pass says about the completion tokens, and the exact KL between two of them."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import is_peft_model, reduce
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional
 
 from .estimators import estimate_full_kl, estimate_kl
+from .sharding import is_sharded, join_parts
 
 
 @dataclass
@@ -61,10 +63,11 @@ def lm_head(model: nn.Module, temperature: float) -> Callable[[torch.Tensor], to
     head = model.get_output_embeddings()
     if isinstance(head, BaseTunerLayer):
         raise ValueError(
-            "`kl_estimator='full'` cannot be used with an adapter on the LM head, which changes logits beyond its weights. "
-            "Take the LM head out of `target_modules`, or use `kl_estimator='k3'`."
+            "The 'full' KL cannot be used with an adapter on the LM head, which changes logits beyond its weights. Take "
+            "the LM head out of `target_modules`, or use 'k3' (`kl_estimator`, `kl_statistic`)."
         )
-    weight, bias = head.weight, getattr(head, "bias", None)
+    weight, bias = join_parts(head.weight), getattr(head, "bias", None)
+    bias = None if bias is None else join_parts(bias)
     cap = getattr(config, "final_logit_softcapping", None)
 
     def project(hidden: torch.Tensor) -> torch.Tensor:
@@ -76,6 +79,14 @@ def lm_head(model: nn.Module, temperature: float) -> Callable[[torch.Tensor], to
     return project
 
 
+def _on_any_process(model: nn.Module, count: int) -> int:
+    """The sum of `count` over the processes that share the model's weights."""
+    weight = causal_lm(model).get_output_embeddings().weight
+    if not is_sharded(weight):
+        return count
+    return int(reduce(torch.tensor(float(count), device=weight.device), reduction="sum"))
+
+
 def check_lm_head(
     model: nn.Module, temperature: float, scored: Scored, tokens: torch.Tensor, mask: torch.Tensor
 ) -> bool:
@@ -84,16 +95,19 @@ def check_lm_head(
     logits in ways of their own; one that is not known here must not be measured wrongly. Returns whether there was
     anything to compare.
     """
+    # Before anything that may differ between processes, which must all take part where the head is sharded.
+    project = lm_head(model, temperature)
     rows = mask.bool().any(dim=1).nonzero().flatten()[:1]
+    found = bool(_on_any_process(model, len(rows)))
     if not len(rows):
-        return False
-    logps = torch.log_softmax(lm_head(model, temperature)(scored.hidden[rows]), dim=-1)
+        return found
+    logps = torch.log_softmax(project(scored.hidden[rows]), dim=-1)
     logps = logps.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)  # (1, T)
     error = (logps - scored.logps[rows]).abs()[mask[rows].bool()].median().item()
     if error > 0.05:
         raise ValueError(
-            f"`kl_estimator='full'` cannot be used with {type(causal_lm(model)).__name__}: the logits rebuilt from its "
-            f"hidden states are off by {error:.3g} nats. Use `kl_estimator='k3'`."
+            f"The 'full' KL cannot be used with {type(causal_lm(model)).__name__}: the logits rebuilt from its hidden "
+            f"states are off by {error:.3g} nats. Use 'k3' (`kl_estimator`, `kl_statistic`)."
         )
     return True
 
@@ -102,16 +116,19 @@ def measure_kl(
     policy: Scored,
     reference: Scored,
     estimator: str,
-    policy_head: Callable[[torch.Tensor], torch.Tensor],
-    reference_head: Callable[[torch.Tensor], torch.Tensor],
+    statistic: str,
+    policy_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    reference_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Per-token KL three ways, each of shape `(B, T)`: the one that is penalised, the one that the statistic is made of
-    (`"full"` where that is penalised, else `"k3"`), and `"k1"`.
+    Per-token KL three ways, each of shape `(B, T)`: by the estimator that is penalised, by that of the statistic, and
+    by `"k1"`. The heads are needed where one of them is `"full"`.
     """
-    k1 = estimate_kl(policy.logps, reference.logps, "k1")
-    if estimator == "full":
-        statistic = estimate_full_kl(policy.hidden, reference.hidden, policy_head, reference_head)
-        return statistic, statistic, k1
-    statistic = estimate_kl(policy.logps, reference.logps, "k3")
-    return estimate_kl(policy.logps, reference.logps, estimator), statistic, k1
+
+    @functools.cache
+    def measure(kind: str) -> torch.Tensor:
+        if kind == "full":
+            return estimate_full_kl(policy.hidden, reference.hidden, policy_head, reference_head)
+        return estimate_kl(policy.logps, reference.logps, kind)
+
+    return measure(estimator), measure(statistic), measure("k1")

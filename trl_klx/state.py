@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from .moving import Weights
@@ -54,6 +55,13 @@ def read_json(path: str) -> dict[str, Any]:
     return content
 
 
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    """The weight in host memory, as safetensors takes it: with a storage that no other weight shares."""
+    weight = weight.detach().to("cpu").contiguous()
+    # Those that have one are not copied: a lagging reference has many, and they lie on disk.
+    return weight if weight.untyped_storage().nbytes() == weight.nbytes else weight.clone()
+
+
 def write_kl_state(folder: str, state: dict[str, Any], reference: Weights) -> None:
     """
     Write the state into a checkpoint folder.
@@ -68,7 +76,7 @@ def write_kl_state(folder: str, state: dict[str, Any], reference: Weights) -> No
     """
     if reference:
         os.makedirs(folder, exist_ok=True)
-        weights = {name: weight.detach().to("cpu").clone().contiguous() for name, weight in reference.items()}
+        weights = {name: _plain(weight) for name, weight in reference.items()}
         _replace(os.path.join(folder, REFERENCE_FILE), lambda path: save_file(weights, path))
 
     write_json(os.path.join(folder, STATE_FILE), {"version": STATE_VERSION, **state})

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .scoring import causal_lm
+from .sharding import join_parts
 
 
 # Name under which the value function hangs on the policy, so that optimizer, DDP, FSDP and DeepSpeed see it.
@@ -126,11 +127,8 @@ class ValueFunction:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The weights, whole and in host memory. Where they are sharded, every process must call this."""
-        whole = {}
-        for name, weight in self.module.state_dict().items():
-            weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-            whole[name] = weight.detach().cpu().contiguous()
-        return whole
+        named = self.module.state_dict(keep_vars=True).items()
+        return {name: join_parts(weight).detach().cpu().contiguous() for name, weight in named}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load what [`~ValueFunction.state_dict`] returned, each process its shard."""

@@ -1,5 +1,6 @@
 """KL control as a mixin over TRL's trainers: measure, adjust, update, log."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,12 +13,15 @@ from transformers import TrainerCallback
 from trl.models.utils import disable_gradient_checkpointing
 
 from ..advantages import discount_kl, group_means, kl_adjustment, sequence_means
+from ..cards import add_kl_section, describe_kl
 from ..configs import KLXConfigMixin
 from ..diagnostics import DriftMonitor
 from ..estimators import kl_totals, wide_dtype
-from ..references import KLReference, resolve_reference
+from ..launching import check_launch
+from ..references import AdapterReference, KLReference, resolve_reference
 from ..scoring import Scored, captured_hidden, check_lm_head, lm_head, measure_kl
 from .checkpointing import KLXCheckpointMixin
+from .completions import CompletionKLs
 
 
 logger = get_logger(__name__)
@@ -99,6 +103,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
                 f"got `{type(args).__name__}`."
             )
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        check_launch(self.accelerator)
         self._klx_prepare_policy(self.accelerator.unwrap_model(self.model))
         if not self.args.kl_enabled:
             return
@@ -106,7 +111,8 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         self.kl_reference = self._klx_build_reference(self.accelerator.unwrap_model(self.model))
         self._klx_rollouts: dict[str, Rollout] = {}
         self._klx_lm_head_checked = False
-        if self.args.kl_estimator == "full":
+        self._klx_completions = CompletionKLs(self._logs["extra"], self.accelerator)
+        if self.args.kl_needs_full:
             lm_head(self.accelerator.unwrap_model(self.model), self.temperature)  # refuses a head it cannot do
         if self.args.kl_target is not None and self.args.kl_warn_window > 0:
             self._klx_drift = DriftMonitor(
@@ -114,6 +120,8 @@ class KLXTrainerMixin(KLXCheckpointMixin):
             )
         if self.kl_reference.mover is not None:
             self.add_callback(_FollowPolicy(self.kl_reference))
+        if self.use_vllm and isinstance(self.kl_reference, AdapterReference):
+            self.kl_reference.keep_from_vllm(self.vllm_generation)
 
     def _klx_prepare_policy(self, policy: nn.Module) -> None:
         """What is to be done to the policy before a reference is made of it."""
@@ -166,7 +174,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
 
     def _klx_forward(self, model, args: tuple, kwargs: dict) -> tuple[tuple, Scored]:
         """TRL's log-prob method, with the hidden states where the estimator needs them."""
-        if self.kl_reference is None or self.args.kl_estimator != "full":
+        if self.kl_reference is None or not self.args.kl_needs_full:
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
             return output, Scored(output[0])
         input_ids, logits_to_keep = args[0], args[2]
@@ -228,6 +236,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
             batch = super()._generate_and_score_completions(inputs)
         if self.beta != 0.0 and "old_per_token_logps" not in batch and "old_logps" not in batch:
             rollout.policy = None  # the pass seen was that of TRL's own reference
+        self._klx_completions.add(batch)
         self._klx_score_batch(batch, rollout)
         # What the loss needs is in the batch now.
         rollout.policy = rollout.reference = None
@@ -281,7 +290,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         mask = self._klx_mask(batch)
         per_token_kl, statistic, k1 = measured
         adjustment = self._klx_penalise(batch, per_token_kl, mask, rollout.coef)
-        self._klx_add_totals(rollout, statistic, k1, mask, adjustment)
+        self._klx_add_totals(rollout, batch, statistic, k1, mask, adjustment)
 
     def _klx_penalise(
         self, batch: dict, per_token_kl: torch.Tensor, mask: torch.Tensor, coef: float
@@ -299,15 +308,19 @@ class KLXTrainerMixin(KLXCheckpointMixin):
     def _klx_per_token_kl(self, policy: Scored, reference: Scored) -> tuple[torch.Tensor, ...]:
         """The KL of each token three ways, see [`measure_kl`]."""
         policy_head = reference_head = None
-        if self.args.kl_estimator == "full":
+        if self.args.kl_needs_full:
             policy_head = lm_head(self.accelerator.unwrap_model(self.model), self.temperature)
             with self.kl_reference.active() as model:
                 reference_head = lm_head(self.accelerator.unwrap_model(model), self.temperature)
-        return measure_kl(policy, reference, self.args.kl_estimator, policy_head, reference_head)
+        return measure_kl(
+            policy, reference, self.args.kl_estimator, self.args.kl_statistic, policy_head, reference_head
+        )
 
-    def _klx_add_totals(self, rollout: Rollout, statistic, k1, mask, adjustment=None) -> None:
+    def _klx_add_totals(self, rollout: Rollout, batch: dict, statistic, k1, mask, adjustment=None) -> None:
         if rollout.totals is not None and rollout.pending == 0:
             return  # a second pass over micro-batches that were measured in the first
+        if self.log_completions:
+            self._klx_completions.fill(batch, statistic, mask)
         dtype = wide_dtype(mask.device)
         zero = torch.zeros((), dtype=dtype, device=mask.device)
         totals = torch.stack(
@@ -382,3 +395,9 @@ class KLXTrainerMixin(KLXCheckpointMixin):
             warning = None if self._klx_drift is None else self._klx_drift.update(kl)
             if warning is not None:
                 logger.warning(warning)
+
+    def create_model_card(self, *args, **kwargs):
+        super().create_model_card(*args, **kwargs)
+        if self.kl_reference is not None and self.is_world_process_zero():
+            section = describe_kl(self.args, self.kl_reference.identity, self.state.log_history)
+            add_kl_section(os.path.join(self.args.output_dir, "README.md"), section)

@@ -45,7 +45,7 @@ class KLXCheckpointMixin:
 
     def _klx_reference_state(self) -> Weights:
         """Weights of the reference that a checkpoint must carry."""
-        return self.kl_reference.weights() if self._klx_starts_from_adapter else self.kl_reference.state()
+        return self.kl_reference.whole_weights() if self._klx_starts_from_adapter else self.kl_reference.state()
 
     def _save(self, output_dir=None, state_dict=None):
         if self.kl_reference is None:
@@ -75,8 +75,9 @@ class KLXCheckpointMixin:
             )
             return
         # Before the host's files: a checkpoint that the host holds for complete then has this state too.
+        reference = self._klx_reference_state()  # on every process, each of which may hold a part of it
         if self.args.should_save:
-            write_kl_state(folder, self._klx_state(), self._klx_reference_state())
+            write_kl_state(folder, self._klx_state(), reference)
         if not protected or not self.args.save_total_limit:
             return super()._save_checkpoint(model, trial)
         # The host's rotation knows one checkpoint to spare, the best one; ours spares the reference as well.
@@ -141,9 +142,7 @@ class KLXCheckpointMixin:
             self.kl_reference.load_state(read_kl_reference(checkpoint))
         elif self._klx_starts_from_adapter and saved.get("hash") != self.kl_reference.identity["hash"]:
             # A new adapter starts from noise, which need not have been seeded. The run's own start is in the checkpoint.
-            state = read_kl_reference(checkpoint)
-            for name, weight in self.kl_reference.weights().items():
-                weight.data.copy_(state[name])
+            self.kl_reference.load_weights(read_kl_reference(checkpoint))
             self.kl_reference.identity["hash"] = saved["hash"]
 
     def _klx_check_reference(self, saved: dict, checkpoint: str) -> None:

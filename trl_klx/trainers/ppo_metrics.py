@@ -35,11 +35,10 @@ class PPOMetrics:
         if not self._sums:
             return {}
         sums, self._sums = self._sums, {}
-        reduced = accelerator.reduce(torch.cat(list(sums.values())), reduction="sum")
-        parts = dict(zip(sums, reduced.split([len(part) for part in sums.values()]), strict=True))
+        reduced = iter(accelerator.reduce(torch.cat(list(sums.values())), reduction="sum").tolist())
         metrics = {}
-        for name, part in parts.items():
-            numbers = part.tolist()
+        for name, part in sums.items():
+            numbers = [next(reduced) for _ in range(len(part))]
             metrics[name] = _explained_variance(*numbers) if len(numbers) == 6 else _ratio(*numbers)
         return metrics
 

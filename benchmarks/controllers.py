@@ -1,0 +1,250 @@
+"""
+How well each KL controller holds its target, in real training.
+
+    python benchmarks/controllers.py                      # what is missing of the runs, then table, figure and JSON
+    python benchmarks/controllers.py --tasks embedded-ppo # one task only
+    python benchmarks/controllers.py --readme             # no runs: write the table of the JSON into README.md
+
+Tasks are `embedded-grpo` and `embedded-ppo` (the tiny models of `recipes/ppo_hh.py`) and, where the folder given by
+`--assets` holds it and PyPI's `vaderSentiment` is installed, `stories-grpo` (a pretrained 260K-parameter model). Every
+run is recorded, so that the script goes on where it was stopped.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads are slower on models this small
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "recipes"), str(Path(__file__).parent)]
+
+from stories import is_available, write_dataset  # noqa: E402
+
+from kl_lab import Setting, average, by_label, load_pyplot, run_all, tail  # noqa: E402
+from ppo_hh import say  # noqa: E402
+from trl_klx.tracking import relative_rms_error, steps_to_settle  # noqa: E402
+
+
+START = 0.05
+COMMON = (
+    "--use_cpu true --bf16 false --gradient_checkpointing false --report_to none --logging_steps 1 --save_strategy no "
+    "--lr_scheduler_type constant --temperature 1.0 --disable_tqdm true "
+    "--kl_statistic full --eval_prompts 64"
+).split()
+# Answers of the tiny policy differ much in their KL, so that a steady measurement takes more of them.
+EMBEDDED = (
+    "--per_device_train_batch_size 128 --max_completion_length 16 --learning_rate 5e-4 --max_steps 80 --kl_target 2"
+)
+TASKS = {
+    "stories-grpo": (
+        "--algorithm grpo --per_device_train_batch_size 32 --num_generations 4 --max_completion_length 48 "
+        "--learning_rate 2e-4 --max_steps 150 --kl_target 4"
+    ),
+    "embedded-grpo": f"--algorithm grpo --num_generations 4 {EMBEDDED}",
+    "embedded-ppo": f"--algorithm ppo --num_ppo_epochs 1 {EMBEDDED}",
+}
+FIXED = {
+    "stories-grpo": (0.05, 0.1, 0.2, 0.4),
+    "embedded-grpo": (0.05, 0.15, 0.4),
+    "embedded-ppo": (0.05, 0.15, 0.4),
+}
+HORIZONS = (100, 300, 1000, 10000)
+
+
+def list_settings(task: str) -> list[Setting]:
+    start = ("--kl_penalty_coef", str(START))
+    adaptive = [
+        Setting(f"adaptive {horizon}", ("--kl_controller", "adaptive", "--kl_horizon", str(horizon), *start))
+        for horizon in HORIZONS
+    ]
+    fixed = [
+        Setting(f"fixed {coef}", ("--kl_controller", "fixed", "--kl_penalty_coef", str(coef))) for coef in FIXED[task]
+    ]
+    others = [Setting(name, ("--kl_controller", name, *start)) for name in ("pid", "exponential")]
+    return [others[0], *adaptive, *fixed, others[1]]
+
+
+def command_line(task: str, args: argparse.Namespace) -> list[str]:
+    line = [*COMMON, *TASKS[task].split(), "--seeds", *map(str, args.seeds)]
+    if task.startswith("stories"):
+        data = write_dataset(args.assets, args.output)
+        model = str(args.assets / "stories260K")
+        return [*line, "--model_name_or_path", model, "--reward", "stories.vader", "--dataset_name", str(data)]
+    return [*line, "--cache_dir", str(args.cache)]
+
+
+def summarise(records: list[dict]) -> dict:
+    """What is said of one controller: each figure is the mean over the seeds, the worst of them beside it."""
+    target, steps = records[0]["target"], len(records[0]["kl"])
+    errors = [relative_rms_error(tail(record["kl"]), target) for record in records]
+    peaks = [max(record["kl"]) / target for record in records]
+    settled = [steps_to_settle(record["kl"], target) for record in records]
+    return {
+        "rms_error": fmean(errors),
+        "rms_error_worst": max(errors),
+        "peak": fmean(peaks),
+        "peak_worst": max(peaks),
+        # A run that never settles counts with its length, which is the least that it can need.
+        "settled_at": fmean(steps if step is None else step for step in settled),
+        "never_settled": sum(step is None for step in settled),
+        "kl": average(records, "kl"),
+        "coef": math.exp(fmean(fmean(map(math.log, tail(record["coef"]))) for record in records)),
+        "reward": average(records, "reward"),
+        "perplexity": fmean(record["perplexity"][-1][1] for record in records),
+        "seeds": len(records),
+        "batches": steps,
+    }
+
+
+def interpolate_frontier(summary: dict[str, dict], kl: float, name: str) -> float | None:
+    """What the fixed coefficients give at that KL, straight between the two nearest of them in sqrt(KL)."""
+    points = sorted((math.sqrt(s["kl"]), s[name]) for label, s in summary.items() if label.startswith("fixed"))
+    x = math.sqrt(kl)
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if x0 <= x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / max(x1 - x0, 1e-9)
+    return None
+
+
+def format_table(summary: dict[str, dict]) -> str:
+    """A Markdown table, one row per controller."""
+    rows = [
+        "| controller | RMS error | peak / target | settled after | reward | perplexity | KL | coefficient |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for label, s in summary.items():
+        never = f" ({s['never_settled']} of {s['seeds']} never)" if s["never_settled"] else ""
+        rows.append(
+            f"| `{label}` | {s['rms_error']:.3f} | {s['peak']:.2f} | {s['settled_at']:.0f}{never} | {s['reward']:.3f} "
+            f"| {s['perplexity']:.3f} | {s['kl']:.2f} | {s['coef']:.3g} |"
+        )
+    return "\n".join(rows)
+
+
+def verdict(summary: dict[str, dict]) -> list[str]:
+    """The goals that `pid` is held to, and whether these runs meet them."""
+    pid = summary["pid"]
+    ziegler = {label: s for label, s in summary.items() if label.startswith("adaptive")}
+    best_error = min(ziegler, key=lambda label: ziegler[label]["rms_error"])
+    best_settled = min(ziegler, key=lambda label: ziegler[label]["settled_at"])
+    error, settled = ziegler[best_error]["rms_error"], ziegler[best_settled]["settled_at"]
+    lines = [
+        ("relative RMS error at most 0.10 on every seed", pid["rms_error_worst"], 0.10),
+        (f"RMS error at most a third of the best Ziegler's ({best_error}: {error:.3f})", pid["rms_error"], error / 3),
+        ("peak at most 1.3 x target on every seed", pid["peak_worst"], 1.3),
+        (f"settled within a quarter of {best_settled}'s {settled:.0f} batches", pid["settled_at"], settled / 4),
+    ]
+    text = [
+        f"{'yes' if value <= goal else 'NO '}  {name}: {value:.3g} (goal {goal:.3g})" for name, value, goal in lines
+    ]
+    for name, sign in (("reward", 1), ("perplexity", -1)):
+        frontier = interpolate_frontier(summary, pid["kl"], name)
+        if frontier is None:
+            text.append(f"?    {name} at equal KL: no fixed coefficients on both sides of {pid['kl']:.2f} nats")
+            continue
+        good = sign * (pid[name] - frontier) >= 0
+        text.append(
+            f"{'yes' if good else 'NO '}  {name} at equal KL: {pid[name]:.4g}, fixed coefficients {frontier:.4g}"
+        )
+    return text
+
+
+def draw(results: dict[str, dict[str, list[dict]]], path: Path) -> bool:
+    pyplot = load_pyplot()
+    if pyplot is None:
+        return False
+    figure, axes = pyplot.subplots(
+        len(results), 3, figsize=(15, 4 * len(results)), constrained_layout=True, squeeze=False
+    )
+    for row, (task, groups) in zip(axes, results.items(), strict=True):
+        target = next(iter(groups.values()))[0]["target"]
+        for label, records in groups.items():
+            if label.startswith("fixed"):
+                row[2].plot(average(records, "kl"), average(records, "reward"), "ks", markersize=5)
+                row[2].annotate(label, (average(records, "kl"), average(records, "reward")), fontsize=7)
+                continue
+            for axis, name in ((row[0], "kl"), (row[1], "coef")):
+                curve = [fmean(values) for values in zip(*(record[name] for record in records), strict=True)]
+                axis.plot(curve, label=label, linewidth=2.2 if label == "pid" else 1.0)
+            row[2].plot(average(records, "kl"), average(records, "reward"), "o", label=label)
+        row[0].axhspan(0.8 * target, 1.2 * target, color="gray", alpha=0.2, label="target ± 20%")
+        row[0].set(title=f"{task}: KL (nats per sequence)", yscale="log", ylim=(target / 20, None), xlabel="batch")
+        row[1].set(title="coefficient", yscale="log", xlabel="batch")
+        row[2].set(title="reward against KL (second half)", xscale="log", xlabel="KL")
+        row[0].legend(fontsize=7)
+        row[2].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True
+
+
+def write_readme(summaries: dict[str, dict], readme: Path) -> None:
+    """Put the table of the first task between the two marks of the README."""
+    start, end = "<!-- controllers -->", "<!-- /controllers -->"
+    before, rest = readme.read_text().split(start)
+    task = next(iter(summaries))
+    text = f"{start}\n{format_table(summaries[task])}\n{end}"
+    readme.write_text(before + text + rest.split(end)[1])
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--assets", type=Path, default=ROOT.parent / "shared" / "assets", help="folder of stories260K")
+    parser.add_argument("--cache", type=Path, default=ROOT / "outputs" / "hh_default", help="the tiny models' folder")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "outputs" / "controllers", help="records, JSON and figure"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="runs made at the same time, one thread each")
+    parser.add_argument("--share", type=int, nargs=2, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--readme", action="store_true", help="only write the table of the JSON into README.md")
+    args = parser.parse_args(argv)
+    args.output.mkdir(parents=True, exist_ok=True)
+    results_file = args.output / "controllers.json"
+    if args.readme:
+        write_readme(json.loads(results_file.read_text()), ROOT / "README.md")
+        return
+    tasks = args.tasks
+    if not is_available(args.assets):
+        say(f"stories-grpo is skipped: it needs stories260K in {args.assets} and the package vaderSentiment.")
+        tasks = [task for task in tasks if not task.startswith("stories")]
+    if args.workers > 1 and args.share is None:
+        command = [sys.executable, __file__, *argv, "--share"]
+        workers = [
+            subprocess.Popen([*command, str(index), str(args.workers)], stdout=subprocess.DEVNULL)
+            for index in range(args.workers)
+        ]
+        if max(worker.wait() for worker in workers) != 0:
+            sys.exit("a worker failed")
+    results = {}
+    for task in tasks:
+        share = tuple(args.share or (0, 1))
+        records = run_all(command_line(task, args), list_settings(task), args.output / task, share=share)
+        results[task] = by_label(records)
+    if args.share is not None:
+        return
+    summaries = {
+        task: {label: summarise(records) for label, records in groups.items()} for task, groups in results.items()
+    }
+    results_file.write_text(json.dumps(summaries, indent=1))
+    for task, summary in summaries.items():
+        say(
+            f"\n{task}: target {results[task]['pid'][0]['target']} nats, start {START}, {summary['pid']['batches']} batches"
+        )
+        say(format_table(summary))
+        say("\n".join(verdict(summary)))
+    if draw(results, args.output / "controllers.png"):
+        say(f"\nFigure: {args.output / 'controllers.png'}")
+    say(f"JSON: {results_file}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

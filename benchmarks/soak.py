@@ -1,0 +1,174 @@
+"""
+A long run with a moving LoRA reference: memory, step time and the number of adapters must stay as they are.
+
+Half of the time goes to a reference that is synced every few steps, half to one that lags behind, each in a process of
+its own. Time is the CPU time of the process, which other processes do not disturb much.
+
+```bash
+python benchmarks/soak.py               # one minute: shows the table, proves little
+python benchmarks/soak.py --minutes 60
+```
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from measuring import MARK, build_tokenizer, llama_config
+
+
+REFERENCES = {
+    "sync": {"kl_ref_sync_steps": 4, "kl_ref_mixup_alpha": 0.6},
+    "lag": {"kl_ref_lag": 8},
+}
+WINDOWS = 10
+# Before the first window: allocators and caches fill up.
+WARM_UP = 0.1
+VOCABULARY = 256
+
+
+def resident_megabytes() -> float:
+    """Memory that is really there, of this process now."""
+    with open("/proc/self/statm") as stream:
+        return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def reward_small_tokens(completion_ids, **kwargs) -> list[float]:
+    return [sum(token < VOCABULARY // 2 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+def run(reference: str, seconds: float) -> None:
+    """Train for that long and print one line per window, for [`main`] to read."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import LlamaForCausalLM, TrainerCallback
+
+    from trl_klx import KLXGRPOConfig, KLXGRPOTrainer
+
+    class Watch(TrainerCallback):
+        begun = None
+        windows = 0
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            now = time.monotonic()
+            if self.begun is None:
+                self.begun = now
+            elif self.windows == 0 and now - self.begun >= WARM_UP * seconds:
+                self.open_window(now)
+                self.windows = 1
+            elif self.windows:
+                self.memory.append(resident_megabytes())
+                if now - self.begun >= seconds * (WARM_UP + (1 - WARM_UP) * self.windows / WINDOWS):
+                    self.close_window(now, state, model)
+                    self.open_window(now)
+                    self.windows += 1
+            control.should_training_stop = self.windows > WINDOWS
+            return control
+
+        def open_window(self, now: float) -> None:
+            self.memory, self.wall, self.cpu = [], now, time.process_time()
+
+        def close_window(self, now: float, state, model) -> None:
+            steps = len(self.memory)
+            result = {
+                "window": self.windows,
+                "step": state.global_step,
+                "megabytes": statistics.mean(self.memory),
+                "cpu": (time.process_time() - self.cpu) / steps,
+                "wall": (now - self.wall) / steps,
+                "adapters": len(model.peft_config),
+                "files": len(os.listdir("/proc/self/fd")),
+                "kl": state.log_history[-1].get("klx/kl") if state.log_history else None,
+            }
+            print(MARK + json.dumps(result), flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = KLXGRPOConfig(
+            folder,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            disable_tqdm=True,
+            max_steps=10**7,
+            lr_scheduler_type="constant",
+            learning_rate=1e-4,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=16,
+            # Every step has the same number of tokens, so that their times can be compared.
+            generation_kwargs={"min_new_tokens": 16},
+            logging_steps=20,
+            save_steps=100,
+            save_total_limit=2,
+            kl_penalty_coef=0.05,
+            kl_controller="pid",
+            kl_target=0.5,
+            **REFERENCES[reference],
+        )
+        trainer = KLXGRPOTrainer(
+            model=LlamaForCausalLM(llama_config(hidden=96, layers=4, vocabulary=VOCABULARY)),
+            reward_funcs=reward_small_tokens,
+            args=args,
+            processing_class=build_tokenizer(VOCABULARY),
+            train_dataset=Dataset.from_dict({"prompt": [f"w{4 + i % 200} w{4 + 3 * i % 200}" for i in range(512)]}),
+            peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+            callbacks=[Watch()],
+        )
+        trainer.train()
+
+
+def soak(reference: str, minutes: float) -> list[dict]:
+    """One reference's windows, printed as they come."""
+    command = [sys.executable, __file__, "--run", reference, "--minutes", str(minutes)]
+    print(f"\nreference {reference!r}, {minutes:g} minutes", flush=True)
+    print(
+        f"{'window':>6}{'step':>8}{'RSS MB':>10}{'CPU s/step':>12}{'wall s/step':>13}{'adapters':>10}{'open files':>12}"
+    )
+    windows = []
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    for line in process.stdout:
+        if line.startswith(MARK):
+            window = json.loads(line.removeprefix(MARK))
+            windows.append(window)
+            print(
+                f"{window['window']:>6}{window['step']:>8}{window['megabytes']:>10.1f}{window['cpu']:>12.4f}"
+                f"{window['wall']:>13.4f}{window['adapters']:>10}{window['files']:>12}",
+                flush=True,
+            )
+    if process.wait() or len(windows) != WINDOWS:
+        raise RuntimeError(f"The run with reference {reference!r} ended early, with code {process.returncode}.")
+    first, last = windows[0], windows[-1]
+    print(
+        f"last / first: memory {last['megabytes'] / first['megabytes']:.4f}, CPU time per step "
+        f"{last['cpu'] / first['cpu']:.4f}; adapters {sorted({window['adapters'] for window in windows})}",
+        flush=True,
+    )
+    return windows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=1.0, help="time in all, shared by the references")
+    parser.add_argument("--reference", choices=list(REFERENCES), help="only this one")
+    parser.add_argument("--run", choices=list(REFERENCES), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        run(options.run, 60 * options.minutes)
+        return
+    chosen = [options.reference] if options.reference else list(REFERENCES)
+    for reference in chosen:
+        soak(reference, options.minutes / len(chosen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""A really pretrained small model as a benchmark task: TinyStories prompts, and a reward for happy text."""
+
+import json
+from pathlib import Path
+
+
+PROMPT_WORDS, ANSWER_WORDS = 8, 40
+
+
+def vader(completions, **kwargs) -> list[float]:
+    """Sentiment of each completion, from -1 to 1."""
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    analyzer = SentimentIntensityAnalyzer()
+    return [analyzer.polarity_scores(text)["compound"] for text in completions]
+
+
+def is_available(assets: Path) -> bool:
+    """Whether the model, its text and the package behind the reward are there."""
+    try:
+        import vaderSentiment.vaderSentiment  # noqa: F401
+    except ImportError:
+        return False
+    return (assets / "stories260K").is_dir() and (assets / "text" / "tinystories_400k.txt").is_file()
+
+
+def write_dataset(assets: Path, folder: Path) -> Path:
+    """Openings of stories as prompts, and how they go on for the held-out perplexity, as a JSON Lines file."""
+    text = (assets / "text" / "tinystories_400k.txt").read_text().replace("<|endoftext|>", "\n\n")
+    file = folder / "stories.jsonl"
+    with file.open("w") as lines:
+        for paragraph in text.split("\n\n"):
+            words = paragraph.split()
+            if len(words) >= PROMPT_WORDS + ANSWER_WORDS:
+                prompt = " ".join(words[:PROMPT_WORDS])
+                answer = " " + " ".join(words[PROMPT_WORDS : PROMPT_WORDS + ANSWER_WORDS])
+                lines.write(json.dumps({"prompt": prompt, "chosen": answer}) + "\n")
+    return file

@@ -1,0 +1,263 @@
+"""
+Runs of one setup under several KL settings, each recorded as a JSON file: what `compare_controllers.py`,
+`sweep_kl_coef.py` and `benchmarks/controllers.py` share. A run that is recorded already is not made again.
+"""
+
+import gc
+import hashlib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PrinterCallback, ProgressCallback
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+
+from hh_bootstrap import heldout_perplexity, prepare_default
+from hh_report import PerplexityCallback
+from ppo_hh import load_dialogues, load_reward_model, load_tokenizer, make_reward, truncate_prompts
+from trl_klx import KLXGRPOConfig, KLXGRPOTrainer, KLXPPOConfig, KLXPPOTrainer, KLXRLOOConfig, KLXRLOOTrainer
+
+
+ALGORITHMS = {
+    "grpo": (KLXGRPOConfig, KLXGRPOTrainer),
+    "rloo": (KLXRLOOConfig, KLXRLOOTrainer),
+    "ppo": (KLXPPOConfig, KLXPPOTrainer),
+}
+SERIES = {"kl": "klx/kl", "coef": "klx/coef"}
+
+
+@dataclass
+class LabArguments(ScriptArguments):
+    """
+    Arguments of the scripts that make several runs.
+
+    Args:
+        algorithm (`str`, *optional*, defaults to `"grpo"`):
+            Trainer: `"grpo"`, `"rloo"` or `"ppo"`.
+        reward (`str`, *optional*):
+            A reward model (path or Hub name), or a reward function as `module.function`. Needed with a model of your own.
+        seeds (`list[int]`, *optional*, defaults to `[0]`):
+            Every setting is run once with each of them.
+        eval_prompts (`int`, *optional*, defaults to `128`):
+            Held-out rows on whose `chosen` answers the perplexity is measured.
+        max_prompt_length (`int`, *optional*, defaults to `256`):
+            Longest prompt; the beginning of a longer one is cut off.
+        cache_dir (`str`, *optional*, defaults to `"outputs/hh_default"`):
+            Where the tiny models of the default setup are kept.
+        quick (`bool`, *optional*, defaults to `False`):
+            Tiny models of lower quality in the default setup, for a try-out.
+    """
+
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Dataset with `prompt`, and `chosen` for perplexity."}
+    )
+    algorithm: str = field(
+        default="grpo", metadata={"help": "Trainer: grpo, rloo or ppo.", "choices": list(ALGORITHMS)}
+    )
+    reward: str | None = field(default=None, metadata={"help": "Reward model, or reward function as module.function."})
+    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs of each setting."})
+    eval_prompts: int = field(default=128, metadata={"help": "Held-out rows for the perplexity."})
+    max_prompt_length: int = field(default=256, metadata={"help": "Longest prompt in tokens."})
+    cache_dir: str = field(default="outputs/hh_default", metadata={"help": "Folder of the default tiny models."})
+    quick: bool = field(default=False, metadata={"help": "Tiny models of lower quality, for a try-out."})
+
+
+def parse(arguments: Sequence[str], script_class: type[LabArguments] = LabArguments) -> tuple:
+    """Script, training and model arguments, with the config class of the algorithm that the arguments name."""
+    algorithm = next(
+        (b if a == "--algorithm" else a.split("=", 1)[1])
+        for a, b in zip([*arguments, "--algorithm"], [*arguments[1:], "", "grpo"], strict=True)
+        if a == "--algorithm" or a.startswith("--algorithm=")
+    )
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"--algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}.")
+    return TrlParser((script_class, ALGORITHMS[algorithm][0], ModelConfig)).parse_args_and_config(list(arguments))
+
+
+@dataclass
+class Setup:
+    """What all runs have in common: model, data and reward."""
+
+    model_path: str
+    tokenizer: Any
+    rows: list[dict]
+    heldout: list[dict]
+    reward: Callable[..., list[float]]
+
+
+def _load_reward(name: str, device) -> Callable[..., list[float]]:
+    if not os.path.exists(name) and "/" not in name and "." in name:
+        module, function = name.rsplit(".", 1)
+        return getattr(importlib.import_module(module), function)
+    model, tokenizer = load_reward_model(name, None, device)
+    return make_reward(model, tokenizer, [], delta=False)[1]
+
+
+def _parse_row(row: dict) -> dict:
+    if not isinstance(row.get("prompt"), str):
+        raise ValueError(f"The dataset needs a column `prompt` with text. Its columns are {sorted(row)}.")
+    return dict(row)
+
+
+def load_setup(script_args: LabArguments, training_args, model_args: ModelConfig) -> Setup:
+    """Load what the arguments name, or make the default: dialogues, a tiny policy and a tiny reward model."""
+    path, reward = model_args.model_name_or_path, script_args.reward
+    if (path is None) != (reward is None):
+        raise ValueError("Set --model_name_or_path and --reward together, or neither for the default setup.")
+    if path is None:
+        with PartialState().main_process_first():
+            assets = prepare_default(script_args.cache_dir, seed=0, quick=script_args.quick)
+        path, reward, rows, heldout = assets.sft_path, assets.reward_path, assets.train_rows, assets.heldout_rows
+    elif script_args.dataset_name is None:
+        raise ValueError("Set --dataset_name: a model of your own comes with prompts of your own.")
+    if script_args.dataset_name is not None:
+        rows, heldout = load_dialogues(script_args, _parse_row)
+    tokenizer = load_tokenizer(str(path))
+    return Setup(
+        model_path=str(path),
+        tokenizer=tokenizer,
+        rows=truncate_prompts(rows, tokenizer, script_args.max_prompt_length),
+        heldout=truncate_prompts(heldout[: script_args.eval_prompts], tokenizer, script_args.max_prompt_length),
+        reward=_load_reward(str(reward), training_args.device),
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of the things that are compared: a label, and the flags that make it."""
+
+    label: str
+    flags: tuple[str, ...]
+
+
+def train(setup: Setup, script_args: LabArguments, training_args, model_args: ModelConfig) -> dict[str, Any]:
+    """One run. Returns its series per generation batch, and the held-out perplexity over its steps."""
+    model = AutoModelForCausalLM.from_pretrained(
+        setup.model_path, dtype=model_args.dtype, attn_implementation=model_args.attn_implementation
+    )
+    trainer = ALGORITHMS[script_args.algorithm][1](
+        args=training_args,
+        processing_class=setup.tokenizer,
+        model=model,
+        reward_funcs=setup.reward,
+        train_dataset=Dataset.from_list(setup.rows),
+        peft_config=get_peft_config(model_args),
+    )
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    length = script_args.max_prompt_length + training_args.max_completion_length
+    perplexity = PerplexityCallback(
+        lambda: heldout_perplexity(policy, setup.tokenizer, setup.heldout, max_length=length), times=5
+    )
+    if all(isinstance(row.get("chosen"), str) for row in setup.heldout):
+        trainer.add_callback(perplexity)
+    trainer.train()
+    history = [row for row in trainer.state.log_history if "klx/kl" in row]
+    series = {name: [row[key] for row in history] for name, key in SERIES.items()}
+    # The score alone: with the penalty in the reward, `reward` would include it.
+    score = f"rewards/{setup.reward.__name__}/mean"
+    return series | {
+        "step": [row["step"] for row in history],
+        "reward": [row[score] for row in history],
+        "perplexity": perplexity.curve,
+        "target": training_args.kl_target,
+        "unit": training_args.kl_target_unit,
+    }
+
+
+def run_all(
+    arguments: Sequence[str],
+    settings: Sequence[Setting],
+    folder: Path,
+    script_class: type[LabArguments] = LabArguments,
+    share: tuple[int, int] = (0, 1),
+) -> list[dict[str, Any]]:
+    """
+    Run every setting with every seed and return the records, in that order.
+
+    Args:
+        arguments (`Sequence[str]`):
+            Command line that all runs have in common.
+        settings (`Sequence[Setting]`):
+            What differs.
+        folder (`Path`):
+            Where the records are kept. Those that are there, of the same command line, are not made again.
+        script_class (`type[LabArguments]`, *optional*):
+            Class of the script arguments.
+        share (`tuple[int, int]`, *optional*, defaults to `(0, 1)`):
+            Make only the runs whose number leaves the first when divided by the second, and return those.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    common = parse([*arguments, *settings[0].flags], script_class)
+    jobs = [(setting, seed) for setting in settings for seed in common[0].seeds][share[0] :: share[1]]
+    # Every command line is read before the first run, so that a mistake in the last shows at once.
+    parsed = {
+        job: parse([*arguments, *job[0].flags, "--seed", str(job[1]), "--output_dir", str(folder)], script_class)
+        for job in jobs
+    }
+    setup, records = None, []
+    for setting, seed in tqdm(jobs, desc="runs", unit="run", disable=not PartialState().is_main_process):
+        mark = hashlib.sha256(json.dumps([list(arguments), list(setting.flags), seed]).encode()).hexdigest()[:16]
+        file = folder / f"{setting.label.replace(' ', '_').replace('/', '_')}-seed{seed}.json"
+        if file.exists() and (record := json.loads(file.read_text())).get("mark") == mark:
+            records.append(record)
+            continue
+        script_args, training_args, model_args = parsed[setting, seed]
+        setup = setup or load_setup(script_args, training_args, model_args)
+        record = {"label": setting.label, "seed": seed, "mark": mark}
+        record |= train(setup, script_args, training_args, model_args)
+        records.append(record)
+        if PartialState().is_main_process:
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(record))
+            part.replace(file)
+        gc.collect()
+    return records
+
+
+def tail(values: Sequence[float]) -> Sequence[float]:
+    """The second half, which is past the first phase in a run of sensible length."""
+    return values[len(values) // 2 :]
+
+
+def average(records: Sequence[dict], name: str) -> float:
+    """Mean over the seeds of the mean of a series over the second half of the run."""
+    return fmean(fmean(tail(record[name])) for record in records)
+
+
+def by_label(records: Sequence[dict]) -> dict[str, list[dict]]:
+    """The records of each setting, in the order in which the settings came."""
+    groups: dict[str, list[dict]] = {}
+    for record in records:
+        groups.setdefault(record["label"], []).append(record)
+    return groups
+
+
+def load_pyplot():
+    """Matplotlib's pyplot, or `None` where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def exit_on_user_error(main: Callable[[list[str]], None]) -> None:
+    """Run a script. What is wrong with the arguments is one line, without a traceback."""
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"error: {error}")

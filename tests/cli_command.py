@@ -1,0 +1,23 @@
+"""The installed `trl-klx`, run as a user runs it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+COMMAND = Path(sys.executable).with_name("trl-klx")
+
+
+def command(*arguments, cwd=None, **env) -> subprocess.CompletedProcess:
+    """Run the command in a process of its own, to its end."""
+    return subprocess.run(
+        [COMMAND, *map(str, arguments)], cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=600
+    )
+
+
+def start(*arguments, cwd=None) -> subprocess.Popen:
+    """Start the command, and let it run."""
+    return subprocess.Popen(
+        [COMMAND, *map(str, arguments)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )

@@ -1,0 +1,160 @@
+"""
+Small trainings that every engine must do alike: each trainer, against each kind of reference, on completions that depend
+on nothing but the prompt.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
+
+from tiny import RUN, ScriptedGeneration, build_dataset, build_model, build_tokenizer, scripted_rollout, trained_lora
+from tiny_ppo import build_scorer
+from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
+
+
+class Momentum:
+    """An optimizer with a state to save, but unlike Adam one that does not make a step of a rounding error."""
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, model=None):
+        return torch.optim.SGD, {"lr": args.learning_rate, "momentum": 0.5}
+
+
+class EngineGRPOTrainer(Momentum, KLXGRPOTrainer):
+    pass
+
+
+class EnginePPOTrainer(Momentum, KLXPPOTrainer):
+    pass
+
+
+class EngineRLOOTrainer(Momentum, KLXRLOOTrainer):
+    pass
+
+
+class ScriptedRLOOTrainer(ScriptedGeneration, EngineRLOOTrainer):
+    """TRL's RLOO takes no `rollout_func`."""
+
+
+TRAINERS = {"grpo": EngineGRPOTrainer, "rloo": EngineRLOOTrainer, "ppo": EnginePPOTrainer}
+
+# References, by name. `{adapter}` stands for a saved adapter; step 1 is put into the output folder beforehand.
+REFERENCES = {
+    "base": {},
+    "adapter": {"kl_ref_adapter_path": "{adapter}"},
+    "start": {"kl_penalty_reference_step": 0},
+    "step": {"kl_penalty_reference_step": 1},
+    "lag": {"kl_ref_lag": 1},
+    "sync": {"kl_ref_sync_steps": 1, "kl_ref_mixup_alpha": 0.5},
+}
+
+# `trainer-policy-reference`, and after a further dash what is special about it.
+CASES = {
+    "grpo-lora-base": {},
+    "grpo-lora-adapter": {"kl_placement": "loss"},
+    "grpo-lora-start-exact": {"kl_estimator": "full"},
+    "grpo-lora-step": {"kl_placement": "reward"},
+    "grpo-lora-lag": {},
+    "grpo-lora-sync": {"kl_centering": "group"},
+    "grpo-full-base-exact": {"kl_estimator": "full"},
+    "grpo-full-step": {},
+    "grpo-full-lag": {},
+    "grpo-full-sync": {},
+    "rloo-lora-base": {},
+    "rloo-lora-adapter": {"kl_placement": "reward"},
+    "rloo-lora-step": {"kl_placement": "loss"},
+    "rloo-lora-lag": {},
+    "rloo-full-lag": {},
+    "ppo-lora-base": {},
+    "ppo-lora-adapter-value_model": {},
+    "ppo-lora-start": {},
+    "ppo-lora-lag": {"kl_placement": "advantage"},
+    "ppo-full-base": {},
+    "ppo-full-base-frozen": {"num_layers_unfrozen": 1, "kl_estimator": "full"},
+    "ppo-full-lag": {},
+    # The sampler is the engine's own, and has no choice.
+    "grpo-lora-adapter-sampled": {"top_k": 1},
+    "rloo-lora-base-sampled": {"top_k": 1},
+    "ppo-full-lag-sampled": {"top_k": 1},
+    "ppo-lora-adapter-sampled": {"top_k": 1},
+}
+
+
+# Cases that are also gone on with from a checkpoint in the middle.
+RESUMED = ("grpo-lora-lag", "grpo-lora-start-exact", "grpo-full-sync", "ppo-full-lag")
+
+
+def prepare(folder: Path) -> None:
+    """Save what the cases start from: a model, two adapters, a second model, and a value model."""
+    build_model().save_pretrained(folder / "base")
+    torch.save(build_model().state_dict(), folder / "base.pt")
+    build_tokenizer().save_pretrained(folder / "base")
+    trained_lora(seed=1, scale=0.03).save_pretrained(folder / "policy_adapter")
+    trained_lora(seed=5, scale=0.05).save_pretrained(folder / "adapter")
+    other = build_model()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
+    other.save_pretrained(folder / "other")
+    build_scorer(seed=3).save_pretrained(folder / "value")
+
+
+def reward(completion_ids, **kwargs) -> list[float]:
+    """A reward that differs from completion to completion."""
+    return [len(ids) / 3.0 + ids[0] / 20.0 for ids in completion_ids]
+
+
+def build_case(name: str, folder: Path, output: Path, processes: int, **overrides):
+    """
+    The trainer of a case. Models are loaded after the config is there, as in users' scripts: ZeRO-3 then shards them
+    while they are loaded.
+    """
+    kind, policy, reference, *special = name.split("-")
+    trainer_class = TRAINERS[kind]
+    fields = REFERENCES[reference] | CASES[name] | overrides
+    if reference == "adapter":
+        fields["kl_ref_adapter_path"] = str(folder / "adapter")
+    if reference == "step":
+        source = folder / ("adapter" if policy == "lora" else "other")
+        shutil.copytree(source, output / "checkpoint-1", dirs_exist_ok=True)
+    defaults = RUN | {
+        "output_dir": str(output),
+        "per_device_train_batch_size": 8 // processes,
+        **({"num_generations": 1, "num_ppo_epochs": 1} if kind == "ppo" else {"num_generations": 4}),
+        "max_steps": 4,
+        "learning_rate": 0.2 if policy == "lora" else 0.05,
+        "kl_penalty_coef": 0.2,
+        "kl_target": 0.05,
+        "kl_horizon": 50,
+    }
+    args = trainer_class._config_class(**(defaults | fields))
+    set_seed(args.seed)
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    if policy == "lora":
+        model = PeftModel.from_pretrained(model, folder / "policy_adapter", is_trainable=True)
+    extras = {}
+    if "sampled" not in special and kind == "rloo":
+        trainer_class = ScriptedRLOOTrainer
+    elif "sampled" not in special:
+        extras["rollout_func"] = scripted_rollout
+    if "value_model" in special:
+        extras["value_model"] = AutoModelForSequenceClassification.from_pretrained(folder / "value", num_labels=1)
+    return trainer_class(
+        model=model,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=build_dataset(32),
+        processing_class=build_tokenizer(),
+        **extras,
+    )
+
+
+def series(trainer) -> list[dict[str, float]]:
+    """What was logged at each step about KL, coefficient, gradient and value function."""
+    kept = ("klx/kl", "klx/coef", "klx/adjustment", "ppo/", "grad_norm", "reward")
+    entries = [entry for entry in trainer.state.log_history if "klx/kl" in entry]
+    return [{key: value for key, value in entry.items() if key.startswith(kept)} for entry in entries]

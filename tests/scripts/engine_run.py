@@ -1,0 +1,112 @@
+"""
+Train cases of `engine_cases.py` one after the other on the engine that this process was launched on. Each rank writes
+what it saw, and the policies are saved.
+
+    python engine_run.py FOLDER OUTPUT ENGINE CASE...
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from engine_cases import RESUMED, build_case, series
+from transformers import AutoModelForCausalLM
+
+from trl_klx.sharding import is_sharded, loaded_whole
+
+
+torch.set_num_threads(1)
+gc.freeze()
+folder, output, engine = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+processes, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+plain_init = AcceleratorState.__init__
+
+
+def init_fsdp(self, *args, **kwargs):
+    # Accelerate takes only process groups of GPUs for FSDP, and falls back to DDP without a word.
+    plain_init(self, *args, **kwargs)
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        self.distributed_type = DistributedType.FSDP
+        self.fsdp_plugin = FullyShardedDataParallelPlugin()  # from what the launcher was told
+
+
+if engine == "fsdp2":
+    AcceleratorState.__init__ = init_fsdp
+if engine.startswith("zero"):
+    import deepspeed
+    from deepspeed.comm import torch as comm
+
+    comm.build_shm_op = lambda: None  # a faster all-reduce between CPUs, which takes minutes to compile
+    deepspeed.init_distributed(dist_backend="gloo")
+ENGINE_FIELDS = {
+    "zero3": {"deepspeed": str(folder / "zero3.json")},
+    "batching": {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 256},
+    },
+}
+
+
+def build(name: str, **overrides):
+    # Each run gets a state of its own, as it would have in a process of its own.
+    AcceleratorState._reset_state()
+    place = output / "runs" / name
+    return build_case(name, folder, place, processes, **ENGINE_FIELDS.get(engine, {}), **overrides)
+
+
+def run(name: str) -> dict:
+    began = time.perf_counter()
+    saving = {"save_strategy": "steps", "save_steps": 2} if name in RESUMED else {}
+    trainer = build(name, **saving)
+    trainer.train()
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    result = {
+        "sharded": all(is_sharded(weight) for weight in policy.parameters()),
+        "series": series(trainer),
+        "num_processes": trainer.accelerator.num_processes,
+        "distributed_type": trainer.accelerator.distributed_type.value,
+    }
+    trainer.save_model(str(output / "saved" / name))
+    if saving:
+        trainer = build(name)
+        trainer.train(resume_from_checkpoint=str(output / "runs" / name / "checkpoint-2"))
+        trainer.save_model(str(output / "resumed" / name))
+        result["resumed"] = series(trainer)
+    return result | {"seconds": time.perf_counter() - began}
+
+
+def load_beside() -> float:
+    """How far a model that is loaded beside the policy is off from what was saved."""
+    with loaded_whole():
+        loaded = AutoModelForCausalLM.from_pretrained(folder / "base").state_dict()
+    saved = torch.load(folder / "base.pt")
+    return max((loaded[name] - weight).abs().max().item() for name, weight in saved.items())
+
+
+def refusals() -> dict[str, str]:
+    """What is said of settings that this engine cannot do."""
+    said = {}
+    os.environ["FSDP_VERSION"] = "1"
+    for name in ("grpo-lora-lag", "grpo-lora-sync", "grpo-full-base-exact"):
+        try:
+            build(name)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+results = {}
+for name in sys.argv[4:]:
+    results[name] = run(name)
+    gc.collect()
+report = {"cases": results, "beside": load_beside(), "refusals": refusals() if engine == "fsdp2" else {}}
+(output / f"rank{rank}.json").write_text(json.dumps(report))

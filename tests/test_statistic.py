@@ -1,0 +1,65 @@
+"""`kl_statistic`: the KL that is logged and drives the controller, whatever is penalised."""
+
+import pytest
+
+from oracle import counting, kl_of_tokens
+from tiny import build_model, logged, lora, recording, train
+from tiny_ppo import RecordingPPOTrainer, train_ppo
+from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
+
+
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+
+
+def check_statistic(trainer, batches: list[dict], name: str) -> None:
+    """What was logged is the mean over completions of the summed KL, worked out a second time."""
+    kls = logged(trainer, "klx/kl")
+    for batch, kl in zip(batches, kls, strict=True):
+        expected = kl_of_tokens(batch["policy"], build_model(), batch, name, trainer.args.temperature)
+        assert kl == pytest.approx(sum(map(sum, expected)) / len(counting(batch)), rel=1e-4, abs=1e-6)
+    assert kls[-1] > 1e-4
+
+
+@pytest.mark.parametrize("batching", [{}, ACCUMULATED], ids=["one", "accumulated"])
+@pytest.mark.parametrize("placement", ["advantage", "reward", "loss"])
+@pytest.mark.parametrize("trainer_class", [KLXGRPOTrainer, KLXRLOOTrainer])
+def test_full_statistic_of_another_penalty(trainer_class, placement, batching, tmp_path):
+    fields = {"kl_penalty_coef": 0.3, "kl_placement": placement, "temperature": 0.7, "learning_rate": 4e-3, **batching}
+    full = train(recording(trainer_class), tmp_path / "full", kl_statistic="full", **fields)
+    check_statistic(full, full.generated, "full")
+    plain = train(recording(trainer_class), tmp_path / "k3", **fields)
+    check_statistic(plain, plain.generated, "k3")
+    # At a fixed coefficient it is a measurement and nothing else.
+    assert logged(full, "loss") == logged(plain, "loss")
+
+
+def test_k3_statistic_of_the_full_penalty(tmp_path):
+    with pytest.warns(UserWarning, match="`kl_statistic='full'`, and `kl_estimator='k1'`"):
+        trainer = train(
+            recording(KLXGRPOTrainer),
+            tmp_path,
+            kl_penalty_coef=0.3,
+            kl_estimator="full",
+            kl_statistic="k3",
+            extras={"peft_config": lora()},
+        )
+    check_statistic(trainer, trainer.generated, "k3")
+
+
+def test_monitored_full_statistic(tmp_path):
+    trainer = train(recording(KLXGRPOTrainer), tmp_path, kl_monitor=True, kl_statistic="full")
+    check_statistic(trainer, trainer.generated, "full")
+
+
+@pytest.mark.parametrize("placement", ["advantage", "reward", "loss"])
+def test_full_statistic_of_ppo(placement, tmp_path):
+    trainer = train_ppo(
+        tmp_path,
+        RecordingPPOTrainer,
+        kl_penalty_coef=0.3,
+        kl_placement=placement,
+        kl_statistic="full",
+        num_ppo_epochs=1,
+        max_steps=4,
+    )
+    check_statistic(trainer, trainer.rollouts, "full")

@@ -1,0 +1,247 @@
+"""KL control for trainers that have no KLX counterpart, as a callback."""
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers import Trainer, TrainerCallback
+
+from .controllers import KLController
+from .registry import get_kl_controller, get_kl_controller_class
+
+
+# Where `trainer_state.json` keeps our state. It is no class name, so that the host never builds a callback from it:
+# one built that way would not know its trainer.
+STATE_KEY = "klx"
+
+
+@dataclass(frozen=True)
+class LoggedKL:
+    """
+    How a trainer logs its KL.
+
+    Attributes:
+        key (`str`):
+            Name in the training log.
+        completions_per_row (`int`):
+            Completions that the trainer samples for each row of its batch.
+    """
+
+    key: str = "kl"
+    completions_per_row: int = 1
+
+
+# By class name: importing an experimental trainer of TRL's only to recognise it costs time, and warns.
+LOGGED_KLS = {"OnlineDPOTrainer": LoggedKL("objective/kl", completions_per_row=2)}
+
+
+class KLXCallback(TrainerCallback):
+    r"""
+    Drives the KL coefficient `beta` of a trainer by a controller, from the KL that the trainer already logs.
+
+    ```python
+    trainer.add_callback(KLXCallback(trainer, target=0.05))
+    ```
+
+    The KL is the trainer's own, and so is its unit, which is the unit of `target`:
+
+    | trainer | key | KL |
+    |---|---|---|
+    | [`~trl.GRPOTrainer`] and its kin | `kl` | `k3`, mean per token |
+    | [`~trl.RLOOTrainer`] | `kl` | `k1`, mean per token |
+    | `OnlineDPOTrainer` | `objective/kl` | `k1`, sum per completion |
+
+    A mean of `k1` may be negative by chance; it then counts as 0. The coefficient changes with a training log, at most
+    once per generation batch, and is the same on all processes: set `logging_steps=1` for the quickest answer. The log
+    gets `klx/coef`, the coefficient applied up to it, and `klx/target`.
+
+    The state is kept in `trainer_state.json`, and a resumed run goes on from it. KL of steps that were saved but not yet
+    logged is lost, as are the trainer's own metrics, so make `save_steps` a multiple of `logging_steps`.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            Trainer to which the callback is added. Its `beta` must not be 0, since TRL then has no reference.
+        controller (`str` or [`KLController`], *optional*, defaults to `"pid"`):
+            Registered name, or a controller that is ready for use.
+        target (`float`, *optional*):
+            KL to hold, in nats, in the unit of the KL that the trainer logs.
+        coef (`float`, *optional*):
+            First coefficient. If unset, the trainer's `beta`.
+        kl_key (`str`, *optional*):
+            Name of the KL in the trainer's log. If unset, the one in the table above, and `kl` for other trainers.
+        **kwargs:
+            Further settings of a controller given by name, see [`get_kl_controller`].
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        controller: str | KLController = "pid",
+        target: float | None = None,
+        coef: float | None = None,
+        kl_key: str | None = None,
+        **kwargs: Any,
+    ):
+        self._attribute = _find_coefficient(trainer)
+        self.trainer = trainer
+        beta = getattr(trainer, self._attribute)
+        self.controller = _build_controller(controller, target, beta if coef is None else coef, coef is None, kwargs)
+        names = [cls.__name__ for cls in type(trainer).__mro__]
+        logged = next((LOGGED_KLS[name] for name in names if name in LOGGED_KLS), LoggedKL())
+        self.kl_key = logged.key if kl_key is None else kl_key
+        args = trainer.args
+        iterations = getattr(args, "num_iterations", 1)
+        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        # A batch that is trained on several times is counted in parts, once in all.
+        self._completions_per_step = rows * logged.completions_per_row / iterations
+        micro_batches = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+        self._steps_per_generation = micro_batches * iterations / args.gradient_accumulation_steps
+        self._step = 0  # of the last log
+        self._forget()
+
+    def _forget(self) -> None:
+        # Since the last update: the KL times its optimizer steps, those steps, and all steps.
+        self._kl_sum, self._kl_steps, self._steps = 0.0, 0, 0
+
+    def _apply(self) -> None:
+        setattr(self.trainer, self._attribute, self.controller.value)
+
+    # ---- Events ----
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        handler = self.trainer.callback_handler
+        if state is not self.trainer.state:
+            raise ValueError(
+                "A `KLXCallback` was added to another trainer than the one it was built for. Build it for the trainer "
+                "that it is added to: `trainer.add_callback(KLXCallback(trainer, ...))`."
+            )
+        if sum(isinstance(callback, KLXCallback) for callback in handler.callbacks) > 1:
+            raise ValueError("The trainer has more than one `KLXCallback`, for one coefficient. Add one only.")
+        # Ahead of the trackers, so that they see what it adds to the log. A new list, since the host walks the old one.
+        handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
+        self._seen_kl = False
+        self._step = state.global_step
+        if state.global_step > 0:
+            self._restore(state.stateful_callbacks.get(STATE_KEY))
+        self._apply()
+        self._store(state)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        # Only the training loop's own log is written by all processes together, and it alone has the loss.
+        if "loss" not in logs:
+            return
+        if self.kl_key not in logs and not self._seen_kl:
+            raise ValueError(
+                f"{type(self.trainer).__name__} logs no {self.kl_key!r} from which to drive its `beta`. It logs "
+                f"{', '.join(sorted(logs))}. Name its KL in `kl_key`; a trainer that logs none cannot be driven."
+            )
+        self._seen_kl = True
+        added = {"klx/coef": self.controller.value}
+        if self.controller.target is not None:
+            added["klx/target"] = self.controller.target
+        logs.update(added)
+        state.log_history[-1].update(added)  # the host keeps a copy
+        self._count(state.global_step - self._step, logs.get(self.kl_key))
+        self._step = state.global_step
+        self._store(state)
+
+    # ---- Coefficient ----
+
+    def _count(self, steps: int, kl: float | None) -> None:
+        """Take the KL of the last optimizer steps; update once they hold a whole generation batch."""
+        # Not every trainer reduces what it logs over all processes, and each computes the coefficient for itself.
+        kl = broadcast_object_list([kl])[0]
+        self._steps += steps
+        if kl is not None and not math.isfinite(kl):
+            self.controller.update(kl, 0)  # warns, once
+        elif kl is not None:
+            self._kl_sum += kl * steps
+            self._kl_steps += steps
+        if self._kl_steps == 0 or self._steps < self._steps_per_generation:
+            return
+        kl = max(self._kl_sum / self._kl_steps, 0.0)
+        self.controller.update(kl, self._steps * self._completions_per_step)
+        self._forget()
+        self._apply()
+
+    # ---- State ----
+
+    def _store(self, state) -> None:
+        state.stateful_callbacks[STATE_KEY] = {
+            "controller": {
+                "class": type(self.controller).__name__,
+                "init_coef": self.controller.init_coef,
+                "state": self.controller.state_dict(),
+            },
+            "step": self._step,
+            "pending": [self._kl_sum, self._kl_steps, self._steps],
+        }
+
+    def _restore(self, saved: dict[str, Any] | None) -> None:
+        start = f"The coefficient starts from {self.controller.value}."
+        if saved is None:
+            warnings.warn(f"The checkpoint holds no state of a `KLXCallback`. {start}", stacklevel=2)
+            return
+        controller = saved["controller"]
+        then = (controller["class"], controller["init_coef"])
+        now = (type(self.controller).__name__, self.controller.init_coef)
+        if then != now:
+            warnings.warn(f"The KL controller was changed since the checkpoint: {then} then, {now} now. {start}")
+            return
+        self.controller.load_state_dict(controller["state"])
+        self._step = saved["step"]
+        self._kl_sum, self._kl_steps, self._steps = saved["pending"]
+
+
+def _find_coefficient(trainer: Trainer) -> str:
+    """Name of the attribute that holds the trainer's coefficient."""
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"`trainer` must be a `Trainer`, got {trainer!r}. Build the trainer first, then add the callback: "
+            "`trainer.add_callback(KLXCallback(trainer, ...))`."
+        )
+    name = type(trainer).__name__
+    if hasattr(trainer, "kl_controller"):
+        raise ValueError(
+            f"{name} has a KL controller of its own. Set `kl_penalty_coef`, `kl_controller` and `kl_target` in its config "
+            "instead of adding a `KLXCallback`."
+        )
+    # Where `beta` cannot be set, it is a view of the attribute that can.
+    shown = getattr(type(trainer), "beta", None)
+    attribute = "_beta" if isinstance(shown, property) and shown.fset is None else "beta"
+    if not hasattr(trainer, attribute):
+        raise ValueError(
+            f"{name} has no coefficient `beta` for a `KLXCallback` to drive. Use it with a trainer that has one, such as "
+            "`GRPOTrainer`, `RLOOTrainer` or `OnlineDPOTrainer`."
+        )
+    beta = getattr(trainer, attribute)
+    if isinstance(beta, list | tuple):
+        raise ValueError(f"`beta={beta!r}` is a schedule, which a controller cannot drive. Set one number.")
+    if beta == 0.0:
+        raise ValueError(
+            f"`beta={beta!r}`: TRL then has no reference and logs no KL. Set `beta` to a positive value such as 0.05, from "
+            "which the controller starts."
+        )
+    return attribute
+
+
+def _build_controller(
+    controller: str | KLController, target: float | None, coef: float, is_beta: bool, settings: dict[str, Any]
+) -> KLController:
+    if isinstance(controller, KLController):
+        settings = {"target": target, "coef": None if is_beta else coef, **settings}
+        ignored = {key: value for key, value in settings.items() if value is not None}
+        if ignored:
+            raise ValueError(
+                f"{ignored} would be ignored: `controller` is a {type(controller).__name__} with settings of its own. Give "
+                "them to it, or give `controller` by name."
+            )
+        return controller
+    cls = get_kl_controller_class(controller)
+    inert = [key for key in ("horizon", "min_coef", "max_coef") if key in settings and key not in cls.uses]
+    if inert:
+        given = ", ".join(f"`{key}={settings[key]!r}`" for key in inert)
+        raise ValueError(f"{given} has no effect with `controller={controller!r}`. Choose a controller that uses it.")
+    return get_kl_controller(controller, init_coef=coef, target=target, **settings)

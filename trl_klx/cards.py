@@ -1,0 +1,77 @@
+"""The section on KL control in a model card."""
+
+import os
+from dataclasses import fields
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+from . import __version__
+
+
+# TRL's card ends with versions and citations; what was done to the model comes before them.
+_FOLLOWING = "### Framework versions"
+_MAIN = ("kl_penalty_coef", "kl_placement", "kl_estimator", "kl_controller")
+
+
+def add_kl_section(path: str, section: str) -> None:
+    """
+    Add a section to the model card at `path`.
+
+    Args:
+        path (`str`):
+            Card, as TRL's trainers write it.
+        section (`str`):
+            Markdown, see [`describe_kl`].
+    """
+    card = ModelCard.load(path, ignore_metadata_errors=True)
+    before, following, after = card.text.partition(_FOLLOWING)
+    card.text = f"{before.rstrip()}\n\n{section}\n\n{following}{after}"
+    card.save(path)
+
+
+def describe_kl(args: Any, reference: dict[str, Any], log_history: list[dict[str, Any]]) -> str:
+    """
+    The section on KL control: settings, reference, and the last KL and coefficient.
+
+    Args:
+        args ([`KLXConfigMixin`]):
+            Config of the run.
+        reference (`dict`):
+            Identity of the reference.
+        log_history (`list[dict]`):
+            What was logged, in order.
+
+    Returns:
+        `str`: Markdown.
+    """
+    rows = [(f"`{name}`", f"`{value}`") for name, value in _chosen_settings(args).items()]
+    rows.append(("reference", ", ".join(f"{key} `{_shown(value)}`" for key, value in reference.items())))
+    last = next((entry for entry in reversed(log_history) if "klx/kl" in entry), None)
+    if last is not None:
+        rows.append((f"KL at step {last['step']}", f"{last['klx/kl']:.4g} nats per {args.kl_target_unit}"))
+        rows.append((f"KL coefficient at step {last['step']}", f"{last['klx/coef']:.4g}"))
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return (
+        "### KL control\n\nThe distance from a reference policy was measured and controlled with trl-klx "
+        f"{__version__}.\n\n| | |\n|---|---|\n{table}"
+    )
+
+
+def _chosen_settings(args: Any) -> dict[str, str]:
+    """The settings that had an effect, the main ones also where they are at their defaults."""
+    chosen = {}
+    for field in fields(args):
+        value = args.kl_controller_name if field.name == "kl_controller" else getattr(args, field.name)
+        if field.name in _MAIN or (field.name.startswith("kl_") and value != field.default):
+            chosen[field.name] = _shown(value)
+    inert = set() if args.kl_penalty_enabled and args.kl_placement == "advantage" else {"kl_centering"}
+    if not args.kl_penalty_enabled:
+        inert.update(_MAIN)
+    return {name: value for name, value in chosen.items() if name not in inert}
+
+
+def _shown(value: Any) -> str:
+    # A card is published: the place of a folder on the user's machine is nobody's business.
+    text = os.path.basename(os.path.normpath(value)) if isinstance(value, str) and os.path.isabs(value) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

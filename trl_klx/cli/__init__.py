@@ -1,0 +1,1 @@
+"""The `trl-klx` command."""

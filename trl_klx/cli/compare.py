@@ -1,0 +1,149 @@
+"""
+Compare runs in a table.
+
+  final reward   the last one logged, and its mean over the last quarter of the run
+  KL             mean over the last quarter of the run, in the unit of the target
+  RMS error      root mean square of KL / target - 1 over the last quarter
+  peak/target    highest KL of the whole run over the target
+  coefficient    the last one applied
+
+A target counts as held when the mean KL of the last quarter is within 20% of it.
+"""
+
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .console import number, table
+from .runs import Run, last_quarter, mean, read_runs
+
+
+TOLERANCE = 0.2
+
+
+@dataclass(frozen=True)
+class Summary:
+    """
+    What a run came to.
+
+    Attributes:
+        run (`Run`):
+            The run.
+        reward, late_reward (`float` or `None`):
+            Last reward, and mean over the last quarter.
+        kl, target (`float` or `None`):
+            Mean KL of the last quarter, and what it should have been.
+        rms_error, peak (`float` or `None`):
+            Relative to the target.
+        coef (`float` or `None`):
+            Last coefficient.
+        saturated (`bool`):
+            Whether the coefficient was at a bound for most of the last quarter.
+    """
+
+    run: Run
+    reward: float | None
+    late_reward: float | None
+    kl: float | None
+    target: float | None
+    rms_error: float | None
+    peak: float | None
+    coef: float | None
+    saturated: bool
+
+    @property
+    def verdict(self) -> str:
+        """Whether the run held its target, in a few words."""
+        unfinished = "" if self.run.done else f" (step {self.run.step} of {self.run.max_steps})"
+        if self.kl is None:
+            return "no KL was logged" + unfinished
+        if self.target is None:
+            return "no target" + unfinished
+        off = self.kl / self.target - 1.0
+        if abs(off) <= TOLERANCE:
+            return f"held ({off:+.0%})" + unfinished
+        words = f"{'above' if off > 0 else 'below'} target ({off:+.0%})"
+        if self.saturated:
+            words += f", coefficient at its bound: {'raise kl_coef_max' if off > 0 else 'lower kl_coef_min'}"
+        return words + unfinished
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run_dir", nargs="+", help="`output_dir` of a run, or one of its checkpoints")
+
+
+def run(args: Namespace) -> int:
+    runs = read_runs(args.run_dir)
+    for one in runs:
+        if one.note:
+            print(one.note, file=sys.stderr)
+    summaries = [summarise(one) for one in runs]
+    print(format_summaries(summaries))
+    print(f"\n{overall(summaries)}")
+    return 0
+
+
+def summarise(one: Run) -> Summary:
+    """Reduce a run to the numbers of its row."""
+    rewards, coefs = one.values("reward"), one.values("klx/coef")
+    # TRL's `kl` is in a unit of its own, so that no target of ours applies to it.
+    kls = one.values(one.kl_key) if one.kl_key else []
+    target = one.target if one.kl_key == "klx/kl" else None
+    late = last_quarter(kls) if kls else []
+    errors = [kl / target - 1.0 for kl in late] if target else []
+    return Summary(
+        run=one,
+        reward=rewards[-1] if rewards else None,
+        late_reward=mean(last_quarter(rewards)) if rewards else None,
+        kl=mean(late),
+        target=target,
+        rms_error=math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else None,
+        peak=max(kls) / target if target else None,
+        coef=coefs[-1] if coefs else None,
+        saturated=(mean(last_quarter(one.values("klx/saturated"))) or 0.0) > 0.5,
+    )
+
+
+def format_summaries(summaries: Sequence[Summary]) -> str:
+    header = ["run", "steps", "final reward", "last quarter", "KL", "target", "RMS error", "peak/target"]
+    rows = []
+    for one in summaries:
+        starred = "*" if one.run.kl_key == "kl" else ""
+        rows.append(
+            [
+                one.run.name,
+                str(one.run.step),
+                number(one.reward),
+                number(one.late_reward),
+                number(one.kl) + starred,
+                number(one.target),
+                number(one.rms_error, ".1%"),
+                number(one.peak, ".3g"),
+                number(one.coef),
+                one.verdict,
+            ]
+        )
+    text = table([*header, "coefficient", "verdict"], rows)
+    if any(one.run.kl_key == "kl" for one in summaries):
+        text += "\n* TRL's own `kl`, in TRL's unit: not comparable with the others"
+    return text
+
+
+def overall(summaries: Sequence[Summary]) -> str:
+    """The verdict on all runs together."""
+    if len(summaries) == 1:
+        return f"verdict: {summaries[0].run.name}: {summaries[0].verdict}"
+    parts = []
+    aimed = [one for one in summaries if one.rms_error is not None]
+    if aimed:
+        best = min(aimed, key=lambda one: one.rms_error or 0.0)
+        held = sum(one.verdict.startswith("held") for one in aimed)
+        parts.append(f"{held} of {len(aimed)} held their target, closest {best.run.name} ({best.rms_error:.1%} off)")
+    rewarded = [one for one in summaries if one.late_reward is not None]
+    if rewarded:
+        best = max(rewarded, key=lambda one: one.late_reward or 0.0)
+        at = f" at a KL of {best.kl:.4g}" if best.kl is not None else ""
+        parts.append(f"highest reward over the last quarter {best.run.name} ({best.late_reward:.4g}{at})")
+    return "verdict: " + ("; ".join(parts) if parts else "the runs logged neither a reward nor a KL with a target")

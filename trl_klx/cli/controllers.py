@@ -1,0 +1,221 @@
+"""
+List the KL controllers that are registered here, those of installed packages (entry points in the group
+`trl_klx.kl_controllers`) included: rule, settings and defaults.
+
+With --simulate, draw how each would have moved the coefficient on the KL that a run has recorded. This is an open loop:
+the recorded KL does not react to the simulated coefficient, as it would in training. It shows how fast and how far a
+controller answers, not what KL it would have reached.
+"""
+
+import inspect
+import json
+import warnings
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from ..controllers import KLController
+from ..registry import ENTRY_POINT_GROUP, get_kl_controller, get_kl_controller_class, list_kl_controllers
+from .console import CLIError, number, one_line, table
+from .plot import check_format, check_matplotlib, save
+from .runs import Run, read_run
+
+
+# Options that belong to the simulation; without it they would be ignored.
+SIMULATION = ("target", "coef", "horizon", "coef_min", "coef_max", "completions", "controllers", "kwargs", "output")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--simulate", metavar="RUN_DIR", help="run whose recorded KL is played to the controllers")
+    group = parser.add_argument_group("with --simulate", argument_default=SUPPRESS)
+    group.add_argument("--target", type=float, help="KL to hold, in nats (default: the run's own)")
+    group.add_argument("--coef", type=float, help="first coefficient (default: the run's own, or 0.05)")
+    group.add_argument("--horizon", type=float, help="horizon in completions (default: 10000)")
+    group.add_argument("--coef_min", type=float, help="lower bound of the coefficient (default: 1e-4)")
+    group.add_argument("--coef_max", type=float, help="upper bound of the coefficient (default: 10)")
+    group.add_argument(
+        "--completions",
+        type=int,
+        help="completions per generation batch, over all processes (default: the run's batch size on one device)",
+    )
+    group.add_argument("--controllers", nargs="+", metavar="NAME", help="simulate these alone (default: all)")
+    group.add_argument("--kwargs", metavar="JSON", help="further settings, for one controller in --controllers")
+    group.add_argument(
+        "--output", metavar="FILE", help="figure to write (default: controllers.png in the run's folder)"
+    )
+
+
+def run(args: Namespace) -> int:
+    if args.simulate is None:
+        given = [name for name in SIMULATION if hasattr(args, name)]
+        if given:
+            raise CLIError(f"--{given[0]} has no effect without --simulate RUN_DIR.", code=2)
+        print(describe())
+        return 0
+    return simulate(args)
+
+
+# ---- What there is ----
+
+
+def describe() -> str:
+    """Every registered controller with its rule and its settings."""
+    sources = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    blocks = []
+    for name in list_kl_controllers():
+        try:
+            cls = get_kl_controller_class(name)
+        except Exception as error:
+            blocks.append(f"{name}\n  cannot be used: {one_line(error)}")
+            continue
+        # A name that this package has itself is never looked up among the entry points.
+        point = None if cls.__module__.startswith("trl_klx.") else sources.get(name)
+        package = point.dist.name if point is not None and point.dist is not None else None
+        source = f"entry point of {package}" if package else "built in"
+        settings = ", ".join(
+            f"{key}={format(value, 'g') if isinstance(value, float) else value}" for key, value in defaults(cls)
+        )
+        lines = [
+            name,
+            f"  class     {cls.__module__}.{cls.__qualname__} ({source})",
+            f"  next      {cls.formula}",
+            f"  needs     {'kl_target' if cls.needs_target else 'no target'}",
+            f"  defaults  {settings or 'no settings'}",
+        ]
+        blocks.append("\n".join(lines))
+    return (
+        "\n\n".join(blocks)
+        + "\n\nUse one with `kl_controller: NAME`; its own settings go into `kl_controller_kwargs`."
+    )
+
+
+def defaults(cls: type[KLController]) -> list[tuple[str, object]]:
+    """Settings that the controller reads, with their defaults: its own first, then the common ones it uses."""
+    found: dict[str, object] = {}
+    for base in cls.__mro__:
+        if base is object or "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        for parameter in parameters:
+            common = base is KLController
+            if parameter.default is not parameter.empty and (not common or parameter.name in cls.uses - {"target"}):
+                found.setdefault(parameter.name, parameter.default)
+        # `**kwargs` stands for what the next class takes.
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return list(found.items())
+
+
+# ---- How they would react ----
+
+
+def simulate(args: Namespace) -> int:
+    check_matplotlib("controllers --simulate")
+    recorded = read_run(args.simulate)
+    key = recorded.kl_key
+    if key is None:
+        raise CLIError(f"{str(recorded.file)!r} has no KL. Train with `kl_monitor: true`, or with a penalty.")
+    steps, kls = recorded.series(key)
+    target = getattr(args, "target", recorded.target)
+    if target is None:
+        raise CLIError("the run has no target of its own. Set --target to the KL to hold, in nats.", code=2)
+    # A path to the state itself, or a folder.
+    folder = recorded.file.parent if Path(args.simulate).is_file() else Path(args.simulate)
+    output = Path(getattr(args, "output", folder / "controllers.png"))
+    check_format(output)
+    completions, assumed = _completions(args, recorded)
+    coefs = recorded.values("klx/coef")
+    settings = {
+        "init_coef": getattr(args, "coef", coefs[0] if coefs and coefs[0] > 0 else 0.05),
+        "target": target,
+        "horizon": getattr(args, "horizon", 10000),
+        "min_coef": getattr(args, "coef_min", 1e-4),
+        "max_coef": getattr(args, "coef_max", 10.0),
+    }
+    curves = {name: play(name, kls, completions, settings | kwargs) for name, kwargs in _chosen(args).items()}
+    print(f"recorded: {key} of {recorded.name}, {len(kls)} rows, one update each, target {number(target)} nats")
+    print(f"completions per update: {completions}" + (f" ({assumed})" if assumed else ""))
+    print("open loop: the recorded KL does not react to the simulated coefficients\n")
+    rows = [
+        [name, number(curve[0]), number(min(curve)), number(max(curve)), number(curve[-1])]
+        for name, curve in curves.items()
+    ]
+    print(table(["controller", "first", "lowest", "highest", "last"], rows))
+    draw(output, recorded, key, steps, kls, target, curves)
+    print(f"\n{output}")
+    return 0
+
+
+def _completions(args: Namespace, recorded: Run) -> tuple[int, str | None]:
+    given = getattr(args, "completions", None)
+    if given is not None:
+        if given < 1:
+            raise CLIError(f"--completions must be at least 1, got {given}.", code=2)
+        return given, None
+    if not isinstance(recorded.batch_size, int) or recorded.batch_size < 1:
+        raise CLIError("the run does not say how many completions it took per batch. Set --completions.", code=2)
+    return recorded.batch_size, (
+        "the batch size on one device; set --completions if the run had several devices or accumulated gradients"
+    )
+
+
+def _chosen(args: Namespace) -> dict[str, dict]:
+    """Controllers to simulate, each with settings of its own."""
+    known = list_kl_controllers()
+    names = list(dict.fromkeys(getattr(args, "controllers", known)))
+    for name in names:
+        if name not in known:
+            raise CLIError(f"unknown controller {name!r}. Known are {', '.join(known)}.", code=2)
+    if not hasattr(args, "kwargs"):
+        return {name: {} for name in names}
+    if not hasattr(args, "controllers") or len(names) != 1:
+        raise CLIError("--kwargs is for one controller: name it with --controllers.", code=2)
+    try:
+        kwargs = json.loads(args.kwargs)
+    except ValueError as error:
+        raise CLIError(f"--kwargs is not JSON: {error}.", code=2) from error
+    if not isinstance(kwargs, dict):
+        raise CLIError(f"""--kwargs must be a JSON object such as '{{"kp": 1.0}}', got {args.kwargs}.""", code=2)
+    return {names[0]: kwargs}
+
+
+def play(name: str, kls: Sequence[float], completions: int, settings: dict) -> list[float]:
+    """The coefficients that a controller would have applied to the recorded batches."""
+    try:
+        controller = get_kl_controller(name, **settings)
+        curve = []
+        with warnings.catch_warnings():
+            # Of a k1 statistic, which may be below 0: the controller skips such a value.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            for kl in kls:
+                curve.append(controller.value)
+                controller.update(kl, completions)
+    except (TypeError, ValueError, ImportError) as error:
+        raise CLIError(f"{name}: {one_line(error)}", code=2) from error
+    return curve
+
+
+def draw(output: Path, recorded: Run, key: str, steps, kls, target: float, curves: dict[str, list[float]]) -> None:
+    """The recorded KL above, the coefficients that it would have led to below."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 6.5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    top.plot(steps, kls, color="0.2", linewidth=1.2)
+    top.axhline(target, color="tab:red", linestyle="--", linewidth=1.0, label=f"target {number(target)}")
+    top.axhspan(0.8 * target, 1.2 * target, color="tab:red", alpha=0.1, linewidth=0)
+    top.set_title(f"{key} of {recorded.name}, as recorded (it does not react)")
+    top.legend(fontsize="small")
+    for name, curve in curves.items():
+        bottom.plot(steps, curve, linewidth=1.2, label=name)
+    own = recorded.series("klx/coef")
+    if own[0]:
+        bottom.plot(*own, color="0.2", linestyle=":", linewidth=1.2, label="the run's own")
+    bottom.set_yscale("log" if all(value > 0 for curve in curves.values() for value in curve) else "linear")
+    bottom.set_title("coefficient that each controller would have applied")
+    bottom.set_xlabel("step")
+    bottom.legend(fontsize="small")
+    for axis in (top, bottom):
+        axis.grid(alpha=0.3)
+    save(figure, output)

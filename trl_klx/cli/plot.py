@@ -1,0 +1,186 @@
+"""
+Draw the curves that runs have logged: reward, KL with the band of 20% around its target, coefficient, and all else.
+
+Runs of this package and of TRL are read alike, from `trainer_state.json`. A run that was started by `trl-klx grpo`,
+`rloo` or `ppo` (or that has the `LiveStateCallback` of `trl_klx.cli.live`) keeps that file up to date while it trains;
+every other run writes it with its checkpoints only, and `--follow` then redraws at each checkpoint.
+"""
+
+import math
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from .console import CLIError, progress
+from .runs import Run, read_runs, state_files
+
+
+FIRST = ("reward", "klx/kl", "klx/coef", "kl")
+TITLES = {
+    "klx/kl": "klx/kl: KL to the reference (nats)",
+    "klx/coef": "klx/coef: KL coefficient",
+    "kl": "kl: as TRL logs it",
+}
+# Not curves: where a row belongs, and totals over the run.
+SKIPPED = {"step", "epoch", "total_flos"}
+TOTALS = "train_"
+# The target is drawn in the panel of the KL.
+DRAWN_ELSEWHERE = {"klx/target"}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run_dir", nargs="+", help="`output_dir` of a run, or one of its checkpoints")
+    parser.add_argument(
+        "--output", metavar="FILE", help="figure to write (default: curves.png in the run's folder; here for several)"
+    )
+    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="draw these alone (default: all)")
+    parser.add_argument("--follow", action="store_true", help="redraw until the runs are done, or until Ctrl-C")
+    parser.add_argument(
+        "--interval", type=float, default=5.0, metavar="SECONDS", help="with --follow: time between two looks (5)"
+    )
+
+
+def run(args: Namespace) -> int:
+    if not (math.isfinite(args.interval) and args.interval > 0):
+        raise CLIError(f"--interval must be a positive number of seconds, got {args.interval}.", code=2)
+    check_matplotlib("plot")
+    output = Path(args.output or (Path(args.run_dir[0]) if len(args.run_dir) == 1 else Path()) / "curves.png")
+    if len(args.run_dir) == 1 and not args.output and Path(args.run_dir[0]).is_file():
+        output = Path(args.run_dir[0]).parent / "curves.png"
+    check_format(output)
+    if args.follow:
+        return follow(args.run_dir, output, args.metrics, args.interval)
+    runs = read_runs(args.run_dir)
+    for one in runs:
+        if one.note:
+            print(one.note, file=sys.stderr)
+    draw(runs, output, args.metrics)
+    print(output)
+    return 0
+
+
+def follow(paths: Sequence[str], output: Path, metrics: Sequence[str] | None, interval: float) -> int:
+    """Redraw whenever a state has changed, until every run is done. A run that has not begun yet is waited for."""
+    seen, waiting = None, None
+    try:
+        while True:
+            try:
+                files = [file for path in paths for file in state_files(path)]
+                now = sorted((str(file), os.stat(file).st_mtime_ns) for file in files)
+                runs = read_runs(paths) if now != seen else None
+            except (CLIError, OSError) as error:
+                # Not there yet, or just being replaced.
+                if str(error) != waiting:
+                    waiting = str(error)
+                    print(f"waiting: {waiting}", file=sys.stderr)
+                runs, now = None, seen
+            if runs is not None and any(one.rows for one in runs):
+                draw(runs, output, metrics)
+                steps = ", ".join(f"{one.name} step {one.step} of {one.max_steps}" for one in runs)
+                print(f"{output}: {steps}", flush=True)
+                if all(one.done for one in runs):
+                    return 0
+            seen = now
+            time.sleep(interval)
+    except KeyboardInterrupt:
+        return 0
+
+
+def metric_names(runs: Sequence[Run]) -> list[str]:
+    """What the runs have logged, the main curves first."""
+    names = {name for one in runs for row in one.rows for name in row if name not in SKIPPED | DRAWN_ELSEWHERE}
+    names = {name for name in names if not name.startswith(TOTALS) and any(one.values(name) for one in runs)}
+    return [name for name in FIRST if name in names] + sorted(names - set(FIRST))
+
+
+def draw(runs: Sequence[Run], output: Path, metrics: Sequence[str] | None = None) -> None:
+    """
+    Draw the curves of runs into one figure.
+
+    Args:
+        runs (`Sequence[Run]`):
+            Runs, overlaid.
+        output (`Path`):
+            File to write; its suffix says in which format.
+        metrics (`Sequence[str]`, *optional*):
+            Metrics to draw. If unset, all.
+    """
+    from matplotlib.figure import Figure
+
+    known = metric_names(runs)
+    unknown = [name for name in metrics or () if name not in known]
+    if unknown:
+        raise CLIError(f"{unknown[0]!r} was not logged. Logged were: {', '.join(known) or 'none'}.", code=2)
+    names = list(metrics or known)
+    if not names:
+        raise CLIError(f"{str(runs[0].file)!r} holds no curves: nothing has been logged yet.")
+    columns = min(4, len(names))
+    height = -(-len(names) // columns)
+    figure = Figure(figsize=(4.2 * columns, 2.9 * height), layout="constrained")
+    axes = figure.subplots(height, columns, squeeze=False).flatten()
+    for axis, name in zip(axes, progress(names, desc="Drawing", unit="panel"), strict=False):
+        _draw_panel(axis, name, runs)
+    for axis in axes[len(names) :]:
+        axis.remove()
+    if len(runs) > 1:
+        axes[0].legend(fontsize="small")
+    save(figure, output)
+
+
+def _draw_panel(axis, name: str, runs: Sequence[Run]) -> None:
+    for index, one in enumerate(runs):
+        steps, values = one.series(name)
+        marker = "." if len(values) < 30 else None
+        axis.plot(steps, values, color=f"C{index}", marker=marker, linewidth=1.2, label=one.name)
+    if name == "klx/kl":
+        # One band for each target, in grey where the runs share it.
+        targets = {one.target for one in runs if one.target is not None}
+        for index, one in enumerate(runs):
+            if one.target in targets:
+                color = "0.3" if len(targets) == 1 else f"C{index}"
+                axis.axhline(one.target, color=color, linestyle="--", linewidth=1.0)
+                axis.axhspan(0.8 * one.target, 1.2 * one.target, color=color, alpha=0.12, linewidth=0)
+                if len(targets) == 1:
+                    break
+    if name == "klx/coef" and all(value > 0 for one in runs for value in one.values(name)):
+        axis.set_yscale("log")
+    axis.set_title(TITLES.get(name, name), fontsize="medium")
+    axis.set_xlabel("step")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(alpha=0.3)
+
+
+def check_matplotlib(command: str) -> None:
+    """Refuse to draw where the optional dependency is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise CLIError(
+            f"`trl-klx {command}` draws with matplotlib, which is not installed: pip install 'trl-klx[plot]'"
+        ) from error
+
+
+def check_format(output: Path) -> None:
+    """Refuse a file that cannot be written, before the work is done."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if output.suffix.lstrip(".").lower() not in known:
+        raise CLIError(f"cannot draw into {str(output)!r}: its suffix must be one of {', '.join(known)}.", code=2)
+
+
+def save(figure, output: Path) -> None:
+    """Write a figure so that a viewer finds the old one or the new one, never a part."""
+    temporary = output.with_name(f".{output.stem}.{os.getpid()}{output.suffix}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(temporary, dpi=110)
+        os.replace(temporary, output)
+    except OSError as error:
+        raise CLIError(f"cannot write {str(output)!r}: {error.strerror or error}.") from error
+    finally:
+        if temporary.is_file():
+            temporary.unlink()

@@ -1,0 +1,234 @@
+"""
+List which steps and adapters below an output directory can serve as KL reference, with the hash that a checkpoint
+stores of each, the config lines that choose it, and what stands against those that cannot.
+
+Weights are read from safetensors only; nothing is unpickled. Whether an adapter fits a policy name by name is checked
+when the training starts.
+"""
+
+import json
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .console import CLIError, notice, one_line, progress
+
+
+STEP = re.compile(r"checkpoint-(\d+)")
+FULL_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+INDEX_FILE = "model.safetensors.index.json"
+# What other engines, or older versions, leave instead of safetensors.
+UNREADABLE = (
+    ("pytorch_model*.bin", "a pickle, which is never loaded"),
+    ("pytorch_model_fsdp*", "sharded weights of FSDP: save with FULL_STATE_DICT"),
+    ("global_step*", "sharded weights of DeepSpeed: set `stage3_gather_16bit_weights_on_model_save`"),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """
+    Something that may serve as reference.
+
+    Attributes:
+        folder (`Path`):
+            Where its weights are.
+        kind (`str`):
+            What kind of weights they are.
+        hash (`str` or `None`):
+            What a checkpoint trained against it stores of it.
+        lines (`list[str]`):
+            Config lines that choose it; any one of them does.
+        problem (`str` or `None`):
+            Why it cannot serve.
+    """
+
+    folder: Path
+    kind: str = ""
+    hash: str | None = None
+    lines: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("output_dir", help="`output_dir` of a run")
+
+
+def run(args: Namespace) -> int:
+    root = Path(args.output_dir)
+    if not root.is_dir():
+        raise CLIError(f"{args.output_dir!r} does not exist or is no folder. Give the `output_dir` of a run.")
+    notice("loading torch")
+    folders = find_folders(root)
+    if not folders:
+        raise CLIError(f"{args.output_dir!r} holds neither a `checkpoint-N` nor an adapter.")
+    total = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+    with progress(total=total, desc="Hashing", unit="B", unit_scale=True) as bar:
+        candidates = [examine(folder, root, bar.update) for folder in folders]
+    print("step 0: the policy that a run starts from\n  use   kl_penalty_reference_step: 0\n")
+    for candidate in candidates:
+        print(_format(candidate, root), end="\n\n")
+    for line in trained_against(folders):
+        print(line)
+    return 0
+
+
+def _format(candidate: Candidate, root: Path) -> str:
+    relative = candidate.folder.relative_to(root)
+    name = "the folder itself" if relative == Path() else str(relative)
+    if candidate.problem is not None:
+        return f"{name}: cannot serve\n  why   {candidate.problem}"
+    uses = [f"  {'use' if index == 0 else 'or'}".ljust(8) + line for index, line in enumerate(candidate.lines)]
+    return "\n".join([f"{name}: {candidate.kind}", f"  hash  {candidate.hash}", *uses])
+
+
+def find_folders(root: Path) -> list[Path]:
+    """
+    Checkpoints by step, the run's own folder if it holds weights, and every folder down to the second level that holds
+    an adapter. PEFT saves an adapter of any other name than "default" into a folder of that name.
+    """
+    from ..references import saved_steps
+
+    found = []
+    for checkpoint in (root / f"checkpoint-{step}" for step in saved_steps(str(root))):
+        inner = [folder for folder in _below(checkpoint) if _holds_adapter(folder)]
+        has_own = _holds_adapter(checkpoint) or _shards(checkpoint)
+        found += [checkpoint, *inner] if has_own or not inner else inner
+    if _holds_adapter(root) or _shards(root):
+        found.append(root)
+    others = [folder for folder in _below(root) if not STEP.fullmatch(folder.name)]
+    others += [inner for folder in others for inner in _below(folder)]
+    return found + [folder for folder in others if _holds_adapter(folder)]
+
+
+def _below(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if entry.is_dir())
+
+
+def _holds_adapter(folder: Path) -> bool:
+    from ..adapters import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE
+
+    return any((folder / name).is_file() for name in (CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE))
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if FULL_WEIGHTS.fullmatch(file.name))
+
+
+def examine(folder: Path, root: Path, read=lambda size: None) -> Candidate:
+    """
+    Find out whether the weights in a folder can serve as reference.
+
+    Args:
+        folder (`Path`):
+            Folder with an adapter or a model.
+        root (`Path`):
+            The run's `output_dir`.
+        read (`Callable[[int], None]`, *optional*):
+            Called with the number of bytes of each weight that was read.
+    """
+    is_adapter = _holds_adapter(folder)
+    lines = []
+    for place, name in ((folder, None), (folder.parent, folder.name)):
+        step = STEP.fullmatch(place.name) if place.parent == root else None
+        if step:
+            where = f"with output_dir: {root}" + (f", and the policy's adapter called {name!r}" if name else "")
+            lines.append(f"kl_penalty_reference_step: {step[1]}  # {where}")
+    if is_adapter:
+        lines.append(f"kl_ref_adapter_path: {folder}")
+    try:
+        digest = _adapter_hash(folder, read) if is_adapter else _model_hash(folder, read)
+        if not lines:
+            raise ValueError(
+                "a model is chosen by its step, and this is no `checkpoint-N`. Start a run from it, with "
+                "`kl_penalty_reference_step: 0`."
+            )
+    except Exception as error:
+        return Candidate(folder, problem=one_line(error))
+    return Candidate(folder, "adapter, for a policy with PEFT" if is_adapter else "full model", digest, tuple(lines))
+
+
+def _adapter_hash(folder: Path, read) -> str:
+    from ..adapters import _BadAdapterError, _read_config, _read_weights, hash_tensors
+
+    try:
+        _read_config(str(folder))
+        weights = _read_weights(str(folder))
+    except _BadAdapterError as error:
+        raise ValueError(str(error)) from error
+    for name, weight in weights.items():
+        _check_weight(name, weight)
+        read(weight.numel() * weight.element_size())
+    return hash_tensors(weights)
+
+
+def _model_hash(folder: Path, read) -> str:
+    from ..references import fingerprint
+
+    shards = _shards(folder)
+    if not shards:
+        for pattern, what in UNREADABLE:
+            others = sorted(folder.glob(pattern))
+            if others:
+                raise ValueError(f"it has no `model.safetensors`, only `{others[0].name}`: {what}.")
+        raise ValueError("it has neither an adapter nor a `model.safetensors`.")
+    index = folder / INDEX_FILE
+    if index.is_file():
+        needed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = sorted(needed - {shard.name for shard in shards})
+        if missing:
+            raise ValueError(f"`{missing[0]}`, which its index names, is missing.")
+    return fingerprint(_Saved(shards, read))
+
+
+class _Saved:
+    """A saved model as far as its fingerprint goes: names and weights, read one at a time."""
+
+    def __init__(self, shards: list[Path], read):
+        self.shards, self.read = shards, read
+
+    def named_parameters(self) -> Iterator[tuple]:
+        from safetensors import safe_open
+
+        for shard in self.shards:
+            try:
+                with safe_open(shard, framework="pt") as file:
+                    for name in file.keys():
+                        weight = file.get_tensor(name)
+                        _check_weight(name, weight)
+                        self.read(weight.numel() * weight.element_size())
+                        yield name, weight
+            except ValueError:
+                raise
+            except Exception as error:
+                raise ValueError(f"its `{shard.name}` cannot be read ({error}).") from error
+
+
+def _check_weight(name: str, weight) -> None:
+    import torch
+
+    if weight.is_floating_point() and not torch.isfinite(weight).all():
+        raise ValueError(f"weight {name!r} holds NaN or infinite values.")
+
+
+def trained_against(folders: list[Path]) -> list[str]:
+    """What the checkpoints say of the reference that they were trained against."""
+    from ..state import STATE_FILE, read_kl_state
+
+    found: dict[str, list[str]] = {}
+    for folder in folders:
+        try:
+            state = read_kl_state(str(folder))
+        except ValueError as error:
+            found.setdefault(f"its {STATE_FILE} cannot be read: {one_line(error)}", []).append(folder.name)
+            continue
+        if state is not None:
+            identity = ", ".join(f"{key} {value}" for key, value in state["reference"].items())
+            found.setdefault(f"trained against: {identity}", []).append(folder.name)
+    return [f"{_listed(names)}: {text}" for text, names in found.items()]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]} ({len(names)})"

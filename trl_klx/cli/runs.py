@@ -1,0 +1,171 @@
+"""Reading what a run of TRL or of this package has logged, from its `trainer_state.json` files."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .console import CLIError, progress
+
+
+STATE_FILE = "trainer_state.json"
+# KL control's own statistic, or what TRL's trainers log of theirs.
+KL_KEYS = ("klx/kl", "kl")
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    What one run has logged so far.
+
+    Attributes:
+        name (`str`):
+            Name to show.
+        file (`Path`):
+            The `trainer_state.json` it was read from.
+        step (`int`):
+            Last optimizer step that the file knows of.
+        max_steps (`int`):
+            Last step of the whole run.
+        batch_size (`int` or `None`):
+            Completions per device and micro-batch.
+        rows (`list[dict]`):
+            The logged rows.
+        note (`str` or `None`):
+            What a reader of the run should know.
+    """
+
+    name: str
+    file: Path
+    step: int
+    max_steps: int
+    batch_size: int | None
+    rows: list[dict[str, Any]]
+    note: str | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has come to its end."""
+        ended = bool(self.rows) and "train_runtime" in self.rows[-1]
+        return ended or (self.max_steps > 0 and self.step >= self.max_steps)
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric, where it was logged as a finite number."""
+        points = [(row["step"], row[key]) for row in self.rows if "step" in row and _is_finite(row.get(key))]
+        return [step for step, _ in points], [float(value) for _, value in points]
+
+    def values(self, key: str) -> list[float]:
+        return self.series(key)[1]
+
+    @property
+    def kl_key(self) -> str | None:
+        """Name of the KL that the run logs, if it does."""
+        return next((key for key in KL_KEYS if self.values(key)), None)
+
+    @property
+    def target(self) -> float | None:
+        """The KL that the run was to hold, last known."""
+        values = self.values("klx/target")
+        return values[-1] if values else None
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def last_quarter(values: Sequence[float]) -> list[float]:
+    """The last quarter of a series, at least one value of it."""
+    return list(values[-max(1, len(values) // 4) :])
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def read_runs(paths: Sequence[str]) -> list[Run]:
+    """Read several runs; those with the same folder name are told apart by their paths."""
+    short = [Path(path).resolve().name for path in paths]
+    names = [path if short.count(name) > 1 else name for path, name in zip(paths, short, strict=True)]
+    pairs = list(zip(paths, names, strict=True))
+    return [read_run(path, name) for path, name in progress(pairs, desc="Reading", unit="run")]
+
+
+def read_run(path: str, name: str | None = None) -> Run:
+    """
+    Read a run from its output folder, from one of its checkpoints, or from a `trainer_state.json`.
+
+    Args:
+        path (`str`):
+            Folder or file.
+        name (`str`, *optional*):
+            Name to show. If unset, that of the folder.
+    """
+    name = name or Path(path).resolve().name
+    files = state_files(path)
+    runs, problems = [], []
+    for file in files:
+        try:
+            runs.append(_read_state(file, name))
+        except (OSError, ValueError) as error:
+            problems.append(f"{str(file)!r} cannot be read ({error})")
+    if not runs:
+        raise CLIError(problems[0] + ". Is it being written just now? Try again.")
+    return _newest(runs, name)
+
+
+def state_files(path: str) -> list[Path]:
+    """The `trainer_state.json` of a run folder and of its checkpoints."""
+    root = Path(path)
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise CLIError(f"{path!r} does not exist. Give the `output_dir` of a run.")
+    checkpoints = [entry for entry in root.iterdir() if re.fullmatch(r"checkpoint-\d+", entry.name)]
+    files = [folder / STATE_FILE for folder in [root, *checkpoints] if (folder / STATE_FILE).is_file()]
+    if not files:
+        raise CLIError(
+            f"{path!r} holds no `{STATE_FILE}`, neither itself nor in a `checkpoint-N`. It is written with each "
+            "checkpoint: train with `save_strategy` other than 'no', call `trainer.save_state()`, or train by `trl-klx`."
+        )
+    return files
+
+
+def _read_state(file: Path, name: str) -> Run:
+    # NaN as text: two states of one run must compare equal, and NaN equals nothing.
+    state = json.loads(file.read_text(encoding="utf-8"), parse_constant=str)
+    rows = state.get("log_history") if isinstance(state, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("it has no `log_history`")
+    return Run(
+        name=name,
+        file=file,
+        step=int(state.get("global_step") or 0),
+        max_steps=int(state.get("max_steps") or 0),
+        batch_size=state.get("train_batch_size"),
+        rows=rows,
+    )
+
+
+def _newest(runs: list[Run], name: str) -> Run:
+    """
+    The state that knows most of the run. A folder that was trained into twice holds states of which none goes on from
+    the other; then the run that was written last. Otherwise dates do not matter, since copying changes them.
+    """
+    tips: list[tuple[Run, float]] = []
+    for run in sorted(runs, key=lambda run: (len(run.rows), run.step), reverse=True):
+        date = os.path.getmtime(run.file)
+        for index, (tip, newest) in enumerate(tips):
+            if tip.rows[: len(run.rows)] == run.rows:
+                tips[index] = (tip, max(newest, date))
+                break
+        else:
+            tips.append((run, date))
+    tip, _ = max(tips, key=lambda pair: pair[1])
+    if len(tips) == 1:
+        return tip
+    note = f"{name}: the folder holds {len(tips)} different runs; this is the one written last, from {str(tip.file)!r}"
+    return Run(**{**vars(tip), "note": note})
