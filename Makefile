@@ -52,7 +52,7 @@ $(VLLM)/.installed: $(CONSTRAINTS)
 	touch $@
 
 test-vllm: $(VLLM)/.installed
-	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest -q -s tests/vllm
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest -q -s tests/with_vllm
 
 style: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -1,5 +1,6 @@
 """
-What a reference adds to the memory of the policy: the weights it does not share, in MB, for each kind of reference.
+What a reference adds to the memory of the policy, and to the disk: the weights it does not share, in MB, for each kind of
+reference.
 
 ```bash
 python benchmarks/reference_memory.py
@@ -57,7 +58,7 @@ def main() -> None:
         eos_token_id=1,
         bos_token_id=1,
     )
-    print(f"{'':42}{'policy MB':>12}{'reference adds MB':>20}")
+    print(f"{'':42}{'policy MB':>12}{'reference adds MB':>20}{'on disk MB':>14}")
     for name, case in CASES.items():
         fields = dict(case)
         lora = fields.pop("lora", False)
@@ -72,10 +73,9 @@ def main() -> None:
                 peft_config=LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
             )
         own = megabytes(trainer.kl_reference.weights().values())
-        if args.kl_ref_lag is not None:
-            own *= 1 + args.kl_ref_lag  # the steps in between, in host memory
+        on_disk = own * (args.kl_ref_lag or 0)  # the steps in between
         policy = [weight for key, weight in trainer.model.named_parameters() if "klx_" not in key]
-        print(f"{name:42}{megabytes(policy):>12.1f}{own:>20.1f}")
+        print(f"{name:42}{megabytes(policy):>12.1f}{own:>20.1f}{on_disk:>14.1f}")
 
 
 if __name__ == "__main__":

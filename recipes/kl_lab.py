@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,13 @@ def parse(arguments: Sequence[str], script_class: type[LabArguments] = LabArgume
     if algorithm not in ALGORITHMS:
         raise ValueError(f"--algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}.")
     return TrlParser((script_class, ALGORITHMS[algorithm][0], ModelConfig)).parse_args_and_config(list(arguments))
+
+
+def with_defaults(arguments: Sequence[str], config: Path) -> list[str]:
+    """The arguments, after those of a recipe's default unless they bring a config or a model of their own."""
+    if any(argument.split("=")[0] in ("--config", "--model_name_or_path") for argument in arguments):
+        return list(arguments)
+    return ["--config", str(config), *arguments]
 
 
 @dataclass
@@ -208,7 +216,8 @@ def run_all(
     setup, records = None, []
     for setting, seed in tqdm(jobs, desc="runs", unit="run", disable=not PartialState().is_main_process):
         mark = hashlib.sha256(json.dumps([list(arguments), list(setting.flags), seed]).encode()).hexdigest()[:16]
-        file = folder / f"{setting.label.replace(' ', '_').replace('/', '_')}-seed{seed}.json"
+        name = re.sub(r"[^\w.-]+", "_", setting.label)
+        file = folder / f"{name}-seed{seed}.json"
         if file.exists() and (record := json.loads(file.read_text())).get("mark") == mark:
             records.append(record)
             continue

@@ -170,7 +170,7 @@ def make_reward(model, tokenizer, stops: list[str], delta: bool):
 
     baseline: dict[str, float] = {}
 
-    def reward_model(prompts, completions, chosen, **kwargs) -> list[float]:
+    def reward_model(prompts, completions, chosen=None, **kwargs) -> list[float]:
         scores = score(prompts, completions)
         if not delta:
             return scores

@@ -113,10 +113,10 @@ class TestPID:
     @pytest.mark.parametrize(
         "kl, error",
         [
-            # Far off: x is cut at 3, whose speed 0.3 * 2 = 0.6 leaves a gain of 1 / (0.036 * 0.9 + 0.2) = 4.302. Wanted:
-            # 0.1 * -1 = -0.1. 4.302 * 0.7 = 3.0 is more than the limit.
+            # Far off: x is cut at 3, distance 2, speed 0.3 * 2 = 0.6; gain 1 / (0.9 * 0.036 + 0.2) = 4.3; wanted 0.075 * -1.
+            # 4.3 * 0.675 = 2.9 is more than the limit.
             (4e8, 1.5),
-            # At 0: distance 0.5, speed -0.3; gain 1 / (0.0324 + 0.1) = 7.55; wanted 0.05; 7.55 * -0.35 = -2.6.
+            # At 0: distance 0.5, speed -0.3; gain 1 / (0.0324 + 0.1) = 7.55; wanted 0.0375; 7.55 * -0.3375 = -2.5.
             (0.0, -1.5),
         ],
     )

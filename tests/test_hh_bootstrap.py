@@ -1,7 +1,5 @@
 import math
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +12,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-
-import hh_bootstrap  # noqa: E402
-from hh_bootstrap import heldout_perplexity, prepare_default, score_texts  # noqa: E402
+import hh_bootstrap
+from hh_bootstrap import heldout_perplexity, prepare_default, score_texts
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,6 @@
-import sys
-from pathlib import Path
-
 import pytest
 
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-
-from hh_dialogues import ASSISTANT, HUMAN, make_preference_pairs, parse_hh_row, split_transcript  # noqa: E402
+from hh_dialogues import ASSISTANT, HUMAN, make_preference_pairs, parse_hh_row, split_transcript
 
 
 RAW = {

@@ -45,6 +45,11 @@ def launch(folder: Path, module: str | None, *flags: str, use_cpu: bool = True) 
     return reports
 
 
+def launched(test):
+    """Marks of a test that starts processes of its own."""
+    return pytest.mark.engines(pytest.mark.slow(pytest.mark.xdist_group("engines")(test)))
+
+
 def write_config(folder: Path, **settings) -> str:
     """A launch file of accelerate's with a free port."""
     defaults = {
@@ -59,12 +64,14 @@ def write_config(folder: Path, **settings) -> str:
     return str(path)
 
 
+@launched
 def test_a_launch_as_asked_for_is_not_spoken_of(tmp_path):
     (report,) = launch(tmp_path, None)
     assert (report["num_processes"], report["faults"]) == (1, [])
 
 
 @pytest.mark.parametrize("recipe", ["single.yaml", "multi_gpu.yaml"])
+@launched
 def test_recipes_for_cpus_launch_what_they_say(recipe, tmp_path):
     reports = launch(tmp_path, LAUNCH, "--config_file", str(RECIPES / recipe))
     expected = 1 if recipe == "single.yaml" else 2
@@ -73,6 +80,7 @@ def test_recipes_for_cpus_launch_what_they_say(recipe, tmp_path):
     assert [report["faults"] for report in reports] == [[]] * expected
 
 
+@launched
 def test_processes_that_were_never_started(tmp_path):
     (report,) = launch(tmp_path, LAUNCH, "--cpu", "--num_processes", "2")
     assert report["num_processes"] == 1 and "WORLD_SIZE" not in report["environment"]
@@ -80,11 +88,13 @@ def test_processes_that_were_never_started(tmp_path):
     assert "asked for several processes and started one" in fault and "torchrun --nproc_per_node N" in fault
 
 
+@launched
 def test_one_process_that_was_asked_for(tmp_path):
     (report,) = launch(tmp_path, LAUNCH, "--cpu", "--num_processes", "1")
     assert report["faults"] == []
 
 
+@launched
 def test_processes_of_a_multi_cpu_file_that_were_never_started(tmp_path):
     config = write_config(tmp_path, distributed_type="MULTI_CPU")
     (report,) = launch(tmp_path, LAUNCH, "--config_file", config)
@@ -92,6 +102,7 @@ def test_processes_of_a_multi_cpu_file_that_were_never_started(tmp_path):
     assert "asked for several processes and started one" in report["faults"][0]
 
 
+@launched
 def test_worlds_of_one(tmp_path):
     flags = ["--standalone", "--nproc_per_node", "2"]
     reports = launch(tmp_path, "torch.distributed.run", *flags, use_cpu=False)
@@ -103,6 +114,7 @@ def test_worlds_of_one(tmp_path):
         assert "`use_cpu=True`" in report["faults"][0]
 
 
+@launched
 def test_sharding_that_was_asked_for_and_not_got(tmp_path):
     reports = launch(tmp_path, LAUNCH, "--config_file", str(RECIPES / "fsdp2.yaml"))
     assert [report["distributed_type"] for report in reports] == ["MULTI_CPU", "MULTI_CPU"]

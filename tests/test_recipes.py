@@ -8,27 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-)
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+import hh_report
+import ppo_hh
+from hh_models import RECIPES, ROOT, dialogue, save_models
 from tiny import WORDS, build_tokenizer
-
-
-ROOT = Path(__file__).parents[1]
-RECIPES = ROOT / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import hh_bootstrap  # noqa: E402
-import hh_report  # noqa: E402
-import ppo_hh  # noqa: E402
 
 
 ASSETS = Path(os.environ.get("KLX_ASSETS", ROOT.parent / "shared" / "assets"))
@@ -49,12 +35,6 @@ FAST = [
 ]
 
 
-def dialogue(index: int) -> dict[str, str]:
-    word, other = WORDS[index % 28], WORDS[(5 * index + 2) % 28]
-    prompt = f"\n\nHuman: {word} {other}\n\nAssistant:"
-    return {"prompt": prompt, "chosen": f" {other} {word}", "rejected": f" {word}"}
-
-
 def raw(row: dict[str, str]) -> dict[str, str]:
     """The form of Anthropic/hh-rlhf: whole transcripts."""
     return {key: row["prompt"] + row[key] for key in ("chosen", "rejected")}
@@ -63,31 +43,7 @@ def raw(row: dict[str, str]) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    # Byte-level, as real ones are: stop texts are matched through it.
-    tokenizer = hh_bootstrap.train_tokenizer([dialogue(index) for index in range(28)], 300, 128)
-    settings = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 128,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "initializer_range": 0.3,
-    }
-    torch.manual_seed(0)
-    for name, build in (
-        ("policy", lambda: LlamaForCausalLM(LlamaConfig(**settings))),
-        ("reward", lambda: LlamaForSequenceClassification(LlamaConfig(**settings, num_labels=1))),
-        ("two_labels", lambda: LlamaForSequenceClassification(LlamaConfig(**settings, num_labels=2))),
-    ):
-        build().save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(folder / "mismatch")
-    tokenizer.add_tokens([f"extra{index}" for index in range(9)])
-    tokenizer.save_pretrained(folder / "mismatch")
+    save_models(folder)
     return folder
 
 
@@ -155,6 +111,7 @@ def test_every_yaml_file_is_a_recipe_of_some_script():
     known = {path.name for path in RECIPES.rglob("ppo_hh*.yaml")} | {
         path.name for path in (RECIPES / "accelerate").glob("*.yaml")
     }
+    known |= {"compare_controllers.yaml", "sweep_kl_coef.yaml"}  # run by the tests of kl_lab
     assert {path.name for path in RECIPES.rglob("*.yaml")} == known
 
 

@@ -99,19 +99,22 @@ def only_trained_adapter(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def saved_modules_hidden(model: PeftModel, name: str) -> Iterator[None]:
-    """Take the modules off the model that an adapter saves whole (`modules_to_save`)."""
-    places = [
-        saved
-        for module in model.modules()
-        if isinstance(saved := vars(module)["_modules"].get("modules_to_save"), nn.ModuleDict)
-    ]
-    hidden = [(place, place.pop(name)) for place in places if name in place]
+def only_trained_modules(model: PeftModel) -> Iterator[None]:
+    """Take the modules off the model that adapters other than the trained one save whole (`modules_to_save`)."""
+    trained = trained_adapter(model)
+    places = [module._modules.get("modules_to_save") for module in model.modules()]
+    places = [place for place in places if isinstance(place, nn.ModuleDict)]
+    whole = [dict(place) for place in places]
     try:
+        for place in places:
+            for name in [name for name in place if name != trained]:
+                del place[name]
         yield
     finally:
-        for place, module in hidden:
-            place[name] = module
+        for place, modules in zip(places, whole, strict=True):
+            # All of them anew, in their old order.
+            place.clear()
+            place.update(modules)
 
 
 def adapter_tensors(model: PeftModel, name: str, as_name: str | None = None) -> dict[str, torch.Tensor]:

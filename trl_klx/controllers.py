@@ -332,7 +332,7 @@ class PIDKLController(KLController):
     Args:
         init_coef (`float`):
             First coefficient. A bad guess costs some steps, or an overshoot if it is far too low.
-        kp (`float`, *optional*, defaults to `2.0`):
+        kp (`float`, *optional*, defaults to `1.5`):
             Gain of the distance; `kp / kd` is the share of the way that is left to be gone in one update.
         ki (`float`, *optional*, defaults to `0.15`):
             Gain of the summed error.
@@ -362,7 +362,7 @@ class PIDKLController(KLController):
         self,
         init_coef: float,
         *,
-        kp: float = 2.0,
+        kp: float = 1.5,
         ki: float = 0.15,
         kd: float = 20.0,
         error_clip: float = 1.5,
@@ -372,9 +372,9 @@ class PIDKLController(KLController):
         for name, gain in (("kp", kp), ("ki", ki)):
             if not _is_finite_number(gain) or gain < 0:
                 raise ValueError(
-                    f"`{name}` must be a finite number >= 0, but got {gain!r}. The defaults are kp=2.0, ki=0.15, kd=20.0."
+                    f"`{name}` must be a finite number >= 0, but got {gain!r}. The defaults are kp=1.5, ki=0.15, kd=20.0."
                 )
-        _check_positive("kd", kd, "The defaults are kp=2.0, ki=0.15, kd=20.0.")
+        _check_positive("kd", kd, "The defaults are kp=1.5, ki=0.15, kd=20.0.")
         _check_positive("error_clip", error_clip, "Set `error_clip` to a value such as 1.5.")
         self.kp, self.ki, self.kd = float(kp), float(ki), float(kd)
         self.error_clip = float(error_clip)

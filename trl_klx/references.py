@@ -24,8 +24,8 @@ from .adapters import (
     copy_trained_adapter,
     hash_tensors,
     load_reference_adapter,
+    only_trained_modules,
     rng_kept,
-    saved_modules_hidden,
     trained_adapter,
 )
 from .configs import KLXConfigMixin
@@ -168,11 +168,10 @@ class AdapterReference(KLReference):
             generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
                 What sends them.
         """
-        if self.adapter is not None:
-            generation.sync_weights = functools.partial(self._call_hidden, generation.sync_weights)
+        generation.sync_weights = functools.partial(self._call_hidden, generation.sync_weights)
 
     def _call_hidden(self, method: Callable[[], None]) -> None:
-        with saved_modules_hidden(self.policy, self.adapter):
+        with only_trained_modules(self.policy):
             method()
 
 

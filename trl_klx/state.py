@@ -62,6 +62,13 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.untyped_storage().nbytes() == weight.nbytes else weight.clone()
 
 
+def write_weights(path: str, weights: Weights) -> None:
+    """Write weights as safetensors, all or nothing; makes the folder if needed."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    plain = {name: _plain(weight) for name, weight in weights.items()}
+    _replace(path, lambda temporary: save_file(plain, temporary))
+
+
 def write_kl_state(folder: str, state: dict[str, Any], reference: Weights) -> None:
     """
     Write the state into a checkpoint folder.
@@ -75,10 +82,7 @@ def write_kl_state(folder: str, state: dict[str, Any], reference: Weights) -> No
             Weights of a moving reference; empty for one that stands still.
     """
     if reference:
-        os.makedirs(folder, exist_ok=True)
-        weights = {name: _plain(weight) for name, weight in reference.items()}
-        _replace(os.path.join(folder, REFERENCE_FILE), lambda path: save_file(weights, path))
-
+        write_weights(os.path.join(folder, REFERENCE_FILE), reference)
     write_json(os.path.join(folder, STATE_FILE), {"version": STATE_VERSION, **state})
 
 

@@ -11,6 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..adapters import WEIGHTS_FILE, only_trained_adapter, trained_adapter
 from ..moving import Weights
 from ..references import AdapterReference, saved_steps
+from ..resuming import choose_checkpoint, mark_unfinished
 from ..state import read_kl_reference, read_kl_state, write_kl_state
 
 
@@ -47,6 +48,12 @@ class KLXCheckpointMixin:
         """Weights of the reference that a checkpoint must carry."""
         return self.kl_reference.whole_weights() if self._klx_starts_from_adapter else self.kl_reference.state()
 
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        if self.kl_reference is not None and resume_from_checkpoint:
+            sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+            resume_from_checkpoint = choose_checkpoint(self.args.output_dir, resume_from_checkpoint, sharded)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def _save(self, output_dir=None, state_dict=None):
         if self.kl_reference is None:
             return super()._save(output_dir, state_dict)
@@ -77,6 +84,7 @@ class KLXCheckpointMixin:
         # Before the host's files: a checkpoint that the host holds for complete then has this state too.
         reference = self._klx_reference_state()  # on every process, each of which may hold a part of it
         if self.args.should_save:
+            mark_unfinished(folder)
             write_kl_state(folder, self._klx_state(), reference)
         if not protected or not self.args.save_total_limit:
             return super()._save_checkpoint(model, trial)

@@ -4,9 +4,9 @@ import os
 import warnings
 from contextlib import nullcontext
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from ..state import read_json, write_json
+from ..state import read_json, write_json, write_weights
 from ..values import VALUE_MODULE, ValueFunction
 
 
@@ -37,7 +37,7 @@ class PPOCheckpointMixin:
             if self.args.should_save:
                 write_json(os.path.join(output_dir, STATE_FILE), self._ppo_scaler.state_dict())
                 if values is not None:
-                    save_file(values, os.path.join(output_dir, VALUE_FILE))
+                    write_weights(os.path.join(output_dir, VALUE_FILE), values)
 
     def _save_checkpoint(self, model, trial):
         # Whether a checkpoint is saved at this step, and where, is not decided here.

@@ -1,0 +1,262 @@
+"""
+Bias, variance and cost of every KL estimator.
+
+    python benchmarks/estimators.py                 # the statistics, then time and memory
+    python benchmarks/estimators.py --docs          # no measurement: write the tables of the JSON into docs/choosing.md
+
+Statistics: a pretrained model is moved away from itself (fine-tuned on a few texts, the step scaled to several
+distances), samples completions, and every estimator is compared with the exact KL of the states that were visited.
+Cost: the forward of the reference that every estimator needs, against what `full` adds to it.
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "recipes"), str(Path(__file__).parent)]
+
+import torch  # noqa: E402
+from measuring import llama_config  # noqa: E402
+from stories import write_dataset  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: E402
+
+from hh_bootstrap import prepare_default  # noqa: E402
+from trl_klx.estimators import KL_ESTIMATORS, estimate_full_kl, estimate_kl  # noqa: E402
+
+
+DISTANCES = (0.3, 0.6, 1.0, 1.5)
+BATCH, BATCHES, LENGTH = 32, 24, 48
+# Hidden size and layers: the vocabulary's share of the work shrinks as models grow.
+SIZES = ((288, 6), (768, 12))
+VOCABULARIES = (32000, 128000)
+ROWS, TOKENS = 4, 128
+
+
+def load_model(args):
+    if (args.assets / "stories260K").is_dir():
+        path, data = args.assets / "stories260K", write_dataset(args.assets, args.output)
+        rows = [json.loads(line) for line in data.read_text().splitlines()]
+    else:
+        assets = prepare_default(args.cache)
+        path, rows = assets.sft_path, assets.train_rows
+    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path), rows
+
+
+def fine_tune(model, tokenizer, rows: list[dict], steps: int = 40) -> dict[str, torch.Tensor]:
+    """What a little training on a few texts adds to the weights."""
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    texts = [row["prompt"] + row["chosen"] for row in rows[:16]]
+    pad = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.pad_token = pad
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", return_token_type_ids=False)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    for _ in range(steps):
+        model(**inputs, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    added = {name: weight - before[name] for name, weight in model.state_dict().items()}
+    model.load_state_dict(before)
+    return added
+
+
+@torch.no_grad()
+def sample(policy, reference, tokenizer, prompts: list[str]) -> dict[str, torch.Tensor]:
+    """Per-token KL by every estimator, `(B, T)` each, of completions that the policy samples, with their mask."""
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
+    output = policy.generate(
+        **inputs, do_sample=True, top_k=0, max_new_tokens=LENGTH, pad_token_id=tokenizer.pad_token_id
+    )
+    start = inputs["input_ids"].size(1)
+    tokens = output[:, start:]
+    ended = (tokens == tokenizer.eos_token_id).cumsum(1) - (tokens == tokenizer.eos_token_id).long()
+    mask = (ended == 0).float()
+    attention = torch.cat([inputs["attention_mask"], mask.long()], dim=1)
+    states = [
+        model.model(input_ids=output, attention_mask=attention).last_hidden_state[:, start - 1 : -1]
+        for model in (policy, reference)
+    ]
+    logps = [
+        model.lm_head(hidden).float().log_softmax(-1).gather(2, tokens.unsqueeze(2)).squeeze(2)
+        for model, hidden in zip((policy, reference), states, strict=True)
+    ]
+    kls = {name: estimate_kl(*logps, name) for name in KL_ESTIMATORS if name != "full"}
+    kls["full"] = estimate_full_kl(*states, policy.lm_head, reference.lm_head)
+    return kls | {"mask": mask}
+
+
+def compare(args) -> list[dict]:
+    """One row per distance and estimator."""
+    torch.manual_seed(0)
+    reference, tokenizer, rows = load_model(args)
+    policy, _, _ = load_model(args)
+    added = fine_tune(policy, tokenizer, rows)
+    base = reference.state_dict()
+    prompts = [row["prompt"] for row in rows[100:]]
+    table = []
+    for distance in DISTANCES:
+        policy.load_state_dict({name: weight + distance * added[name] for name, weight in base.items()})
+        policy.eval(), reference.eval()
+        batches = [
+            sample(
+                policy, reference, tokenizer, [prompts[(BATCH * index + row) % len(prompts)] for row in range(BATCH)]
+            )
+            for index in range(BATCHES)
+        ]
+        kept = {
+            name: torch.cat([batch[name][batch["mask"].bool()] for batch in batches]).double()
+            for name in KL_ESTIMATORS
+        }
+        means = {
+            name: torch.stack([(batch[name] * batch["mask"]).sum(1).mean() for batch in batches]).double()
+            for name in KL_ESTIMATORS
+        }
+        exact = kept["full"].mean().item()
+        for name in KL_ESTIMATORS:
+            error = (kept[name] - kept["full"]).mean().item()
+            noise = (kept[name] - kept["full"]).std().item() / math.sqrt(len(kept[name]))
+            table.append(
+                {
+                    "estimator": name,
+                    "kl_per_sequence": means["full"].mean().item(),
+                    "kl_per_token": exact,
+                    "bias": error / exact,
+                    "bias_error": noise / exact,
+                    # Of single tokens, and of the mean over a batch of completions, which drives a controller.
+                    "token_variance": (kept[name].var() / kept["k3"].var()).item(),
+                    "batch_variance": (means[name].var() / means["k3"].var()).item(),
+                    "batch_noise": (means[name].std() / means["full"].mean()).item(),
+                }
+            )
+    return table
+
+
+def measure_cost(hidden_size: int, layers: int, vocabulary: int, kind: str) -> dict:
+    """CPU time and peak memory of a reference forward with the log-probs of its tokens, and of what `full` adds."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama_config(hidden_size, layers, vocabulary)).eval()
+    tokens = torch.randint(2, vocabulary, (ROWS, TOKENS))
+
+    def forward() -> torch.Tensor:
+        return model.model(input_ids=tokens).last_hidden_state
+
+    def sampled(hidden: torch.Tensor) -> torch.Tensor:
+        # In pieces, as TRL does it.
+        pieces = zip(hidden.flatten(0, 1).split(256), tokens.flatten().split(256), strict=True)
+        return torch.cat([model.lm_head(h).log_softmax(-1).gather(1, t.unsqueeze(1)) for h, t in pieces])
+
+    times: dict[str, list[float]] = {"forward": [], "full": []}
+    with torch.no_grad():
+        policy = forward()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(5 if kind == "time" else 1):
+            start = time.process_time()
+            hidden = forward()
+            sampled(hidden)
+            middle = time.process_time()
+            if kind != "forward":
+                estimate_full_kl(policy, hidden, model.lm_head, model.lm_head, chunk_size=256)
+            times["forward"].append(middle - start)
+            times["full"].append(time.process_time() - middle)
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return {name: median(values[1:] or values) for name, values in times.items()} | {"memory": peak}
+
+
+def measure_costs() -> list[dict]:
+    """Each case in processes of its own, since a peak of memory cannot be reset."""
+    table = []
+    for hidden_size, layers in SIZES:
+        for vocabulary in VOCABULARIES:
+            results = {}
+            for kind in ("time", "forward", "full"):
+                case = json.dumps([hidden_size, layers, vocabulary, kind])
+                command = [sys.executable, __file__, "--case", case]
+                results[kind] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+            table.append(
+                {
+                    "hidden": hidden_size,
+                    "layers": layers,
+                    "vocabulary": vocabulary,
+                    "forward_seconds": results["time"]["forward"],
+                    "full_seconds": results["time"]["full"],
+                    "ratio": 1 + results["time"]["full"] / results["time"]["forward"],
+                    "memory_forward": results["forward"]["memory"],
+                    "memory_full": results["full"]["memory"],
+                    "memory_btv": ROWS * TOKENS * vocabulary * 4 / 2**20,
+                }
+            )
+    return table
+
+
+def format_statistics(table: list[dict]) -> str:
+    lines = []
+    distances = sorted({row["kl_per_sequence"] for row in table})
+    titles = " | ".join(f"{distance:.2f} nats" for distance in distances)
+    lines.append(f"| estimator | bias at {titles} | token variance / k3's | batch variance / k3's | batch noise |")
+    lines.append("|---|" + "---|" * (len(distances) + 3))
+    for name in KL_ESTIMATORS:
+        rows = sorted((row for row in table if row["estimator"] == name), key=lambda row: row["kl_per_sequence"])
+        biases = " | ".join(f"{100 * row['bias']:+.1f}% ± {100 * row['bias_error']:.1f}" for row in rows)
+        cells = [median(row[key] for row in rows) for key in ("token_variance", "batch_variance", "batch_noise")]
+        lines.append(f"| `{name}` | {biases} | {cells[0]:.2f} | {cells[1]:.2f} | {100 * cells[2]:.1f}% |")
+    return "\n".join(lines)
+
+
+def format_costs(table: list[dict]) -> str:
+    lines = [
+        "| hidden, layers | vocabulary | forward | `full` adds | with `full` / without | memory: forward | with `full` | a (B, T, V) tensor |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in table:
+        lines.append(
+            f"| {row['hidden']}, {row['layers']} | {row['vocabulary']} | {row['forward_seconds']:.2f} s "
+            f"| {row['full_seconds']:.2f} s | {row['ratio']:.2f} | {row['memory_forward']:.0f} MB "
+            f"| {row['memory_full']:.0f} MB | {row['memory_btv']:.0f} MB |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--assets", type=Path, default=ROOT.parent / "shared" / "assets", help="folder of stories260K")
+    parser.add_argument("--cache", type=Path, default=ROOT / "outputs" / "hh_default", help="the tiny models' folder")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "estimators", help="where the JSON goes")
+    parser.add_argument("--no-cost", action="store_true", help="the statistics alone")
+    parser.add_argument("--docs", action="store_true", help="only write the tables of the JSON into docs/choosing.md")
+    parser.add_argument("--case", default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.case is not None:
+        print(json.dumps(measure_cost(*json.loads(args.case))))
+        return
+    args.output.mkdir(parents=True, exist_ok=True)
+    file = args.output / "estimators.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    if not args.docs:
+        results["statistics"] = compare(args)
+        if not args.no_cost:
+            results["costs"] = measure_costs()
+        file.write_text(json.dumps(results, indent=1))
+    text = format_statistics(results["statistics"])
+    if "costs" in results:
+        text += "\n\n" + format_costs(results["costs"])
+    print(text)
+    if args.docs:
+        page = ROOT / "docs" / "choosing.md"
+        start, end = "<!-- estimators -->", "<!-- /estimators -->"
+        before, rest = page.read_text().split(start)
+        page.write_text(f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,221 @@
+"""
+Kill training runs with `kill -9` at random moments, resume them, and compare them with runs that nobody killed.
+
+Usage: fault_kills.py FOLDER KILLS_PER_TRAINER SEED. Prints one JSON line per kill. Everything is imported once; each run
+is a fork of this process.
+"""
+
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from resumption import build_run, outcome
+from tiny import trained_lora
+from tiny_ppo import build_resumed_run, ppo_outcome
+
+
+torch.set_num_threads(1)
+gc.freeze()
+
+# By trainer: its runs, and after how many steps each of them saves and ends.
+RUNS = {
+    "GRPO": (["adapter", "lag", "full-sync", "step"], 2, 6),
+    "RLOO": (["sync", "adapter-rloo"], 2, 6),
+    "PPO": (["head", "lora-adapter", "value_model"], 4, 12),
+}
+PHASES = {"rollout": "_generate_and_score_completions", "loss": "_compute_loss", "save": "_save_checkpoint"}
+
+
+def build(trainer: str, run: str, folder: Path, adapter: str):
+    return (build_resumed_run if trainer == "PPO" else build_run)(run, str(folder), adapter)
+
+
+def result(trainer) -> dict:
+    """All that must be the same after a kill: what was logged, the weights, and the state of everything that has one."""
+    if hasattr(trainer, "_ppo_scaler"):
+        found = ppo_outcome(trainer)
+    else:
+        found = dict(zip(("history", "weights"), outcome(trainer), strict=True))
+    found["controller"] = trainer.kl_controller.state_dict()
+    found["drift"] = trainer._klx_drift.state_dict()
+    found["reference"] = {name: weight.detach() for name, weight in trainer.kl_reference.weights().items()}
+    return found
+
+
+def differences(one: dict, other: dict) -> list[str]:
+    """The entries that differ by a bit."""
+    tensors = ("weights", "reference")
+    different = [key for key in one if key not in tensors and one[key] != other[key]]
+    for key in tensors:
+        if one[key].keys() != other[key].keys():
+            different.append(key)
+        else:
+            different += [name for name in one[key] if not torch.equal(one[key][name], other[key][name])]
+    return different
+
+
+def in_child(action) -> int:
+    """Run in a fork, which exits 0 unless it raised. Returns its process id."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            action()
+            code = 0
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+    return child
+
+
+def ends(child: int) -> str:
+    _, status = os.waitpid(child, 0)
+    return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
+
+
+def announce(trainer, phase: str, step: int, pipe: int) -> None:
+    """Write the time to the pipe when the phase begins after that step, and again when it is over."""
+    method = getattr(trainer, PHASES[phase])
+
+    def announced(*args, **kwargs):
+        if trainer.state.global_step == step:
+            os.write(pipe, b".")
+        try:
+            return method(*args, **kwargs)
+        finally:
+            if trainer.state.global_step == step:
+                os.write(pipe, b".")
+
+    setattr(trainer, PHASES[phase], announced)
+
+
+def train_announced(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: int):
+    """Start a run in a child, and wait for the phase to begin. Returns the child and the pipe."""
+    reader, writer = os.pipe()
+
+    def action():
+        built = build(trainer, run, folder, adapter)
+        announce(built, phase, step, writer)
+        built.train()
+
+    child = in_child(action)
+    os.close(writer)
+    os.read(reader, 1)
+    return child, reader
+
+
+def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: int, delay: float) -> None:
+    child, reader = train_announced(trainer, run, folder, adapter, phase, step)
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+    os.close(reader)
+    assert ends(child) == "signal 9", "the run ended before it was killed"
+
+
+def length_of(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: int) -> float:
+    """How long a phase takes."""
+    child, reader = train_announced(trainer, run, folder, adapter, phase, step)
+    start = time.monotonic()
+    os.read(reader, 1)
+    length = time.monotonic() - start
+    os.kill(child, signal.SIGKILL)
+    os.close(reader)
+    ends(child)
+    return length
+
+
+def resume(trainer: str, run: str, folder: Path, adapter: str, whole: Path, report: Path) -> None:
+    """Resume a killed run as a user would, and compare it with the whole one."""
+    found = {"resumed_from": None, "torn": None}
+    built = build(trainer, run, folder, adapter)
+    load = built._load_from_checkpoint
+
+    def note(checkpoint, *args):
+        found["resumed_from"] = Path(checkpoint).name
+        return load(checkpoint, *args)
+
+    built._load_from_checkpoint = note
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            built.train(resume_from_checkpoint=True)
+        except ValueError as error:
+            # Killed before the first checkpoint was whole.
+            found["refused"] = str(error)
+            built = build(trainer, run, folder, adapter)
+            built.train()
+    texts = [str(warning.message) for warning in caught if "is not whole" in str(warning.message)]
+    if texts:
+        found["torn"] = texts[0]
+    expected = torch.load(whole, weights_only=False)
+    found["steps"] = built.state.global_step
+    found["different"] = differences(expected, result(built))
+    report.write_text(json.dumps(found))
+
+
+def main() -> None:
+    root, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    draw = random.Random(seed)
+    adapter = str(root / "adapter")
+    if not os.path.isdir(adapter):
+        assert ends(in_child(lambda: trained_lora(2, scale=0.1).save_pretrained(adapter))) == "exit 0"
+    for trainer, (runs, every, last) in RUNS.items():
+        lengths: dict[tuple[str, str], float] = {}
+        for number in range(kills):
+            run = runs[number // len(PHASES) % len(runs)]
+            whole = root / f"{trainer}-{run}.pt"
+            if not whole.exists():
+
+                def train_whole(trainer=trainer, run=run, whole=whole):
+                    built = build(trainer, run, root / f"{trainer}-{run}", adapter)
+                    built.train()
+                    torch.save(result(built), whole)
+
+                assert ends(in_child(train_whole)) == "exit 0"
+            phase = list(PHASES)[number % len(PHASES)]
+            # A rollout begins where a checkpoint ends. One save in four is the first of its run.
+            if phase == "save":
+                step = draw.choice([every, 2 * every, 2 * every, last])
+            else:
+                step = every * draw.randrange(1, last // every) if phase == "rollout" else draw.randrange(every, last)
+            folder = root / f"{trainer}-{number}"
+            if (run, phase) not in lengths:
+                lengths[run, phase] = length_of(trainer, run, folder, adapter, phase, step)
+                shutil.rmtree(folder)
+            delay = draw.uniform(0.0, 0.9) * lengths[run, phase]
+            kill(trainer, run, folder, adapter, phase, step, delay)
+            left = sorted(path.name for path in folder.glob("checkpoint-*"))
+            report = root / "report.json"
+            report.unlink(missing_ok=True)
+            end = ends(
+                in_child(lambda r=run, f=folder, w=whole, t=trainer: resume(t, r, f, adapter, w, root / "report.json"))
+            )
+            line = {
+                "trainer": trainer,
+                "run": run,
+                "phase": phase,
+                "step": step,
+                "delay": delay,
+                "left": left,
+                "end": end,
+            }
+            line |= json.loads(report.read_text()) if report.exists() else {}
+            print("KILL " + json.dumps(line), flush=True)
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
