@@ -40,7 +40,8 @@ COMMON = (
 ).split()
 # Answers of the tiny policy differ much in their KL, so that a steady measurement takes more of them.
 EMBEDDED = (
-    "--per_device_train_batch_size 128 --max_completion_length 16 --learning_rate 5e-4 --max_steps 80 --kl_target 2"
+    "--per_device_train_batch_size 128 --max_prompt_length 16 --max_completion_length 16 --learning_rate 5e-4 "
+    "--max_steps 70 --kl_target 2"
 )
 TASKS = {
     "stories-grpo": (

@@ -33,7 +33,7 @@ REFERENCES = {
 WINDOWS = 10
 # Before the first window: allocators and caches fill up.
 WARM_UP = 0.1
-VOCABULARY = 256
+VOCABULARY = 64
 
 
 def resident_megabytes() -> float:
@@ -102,11 +102,11 @@ def run(reference: str, seconds: float) -> None:
             max_steps=10**7,
             lr_scheduler_type="constant",
             learning_rate=1e-4,
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=16,
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=8,
             # Every step has the same number of tokens, so that their times can be compared.
-            generation_kwargs={"min_new_tokens": 16},
+            generation_kwargs={"min_new_tokens": 8},
             logging_steps=20,
             save_steps=100,
             save_total_limit=2,
@@ -116,11 +116,11 @@ def run(reference: str, seconds: float) -> None:
             **REFERENCES[reference],
         )
         trainer = KLXGRPOTrainer(
-            model=LlamaForCausalLM(llama_config(hidden=96, layers=4, vocabulary=VOCABULARY)),
+            model=LlamaForCausalLM(llama_config(hidden=48, layers=2, vocabulary=VOCABULARY)),
             reward_funcs=reward_small_tokens,
             args=args,
             processing_class=build_tokenizer(VOCABULARY),
-            train_dataset=Dataset.from_dict({"prompt": [f"w{4 + i % 200} w{4 + 3 * i % 200}" for i in range(512)]}),
+            train_dataset=Dataset.from_dict({"prompt": [f"w{4 + i % 60} w{4 + 3 * i % 60}" for i in range(512)]}),
             peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
             callbacks=[Watch()],
         )

@@ -22,7 +22,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PrinterCallback, ProgressCallback
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
-from hh_bootstrap import heldout_perplexity, prepare_default
+from hh_bootstrap import prepare_default
+from hh_measures import heldout_perplexity
 from hh_report import PerplexityCallback
 from ppo_hh import load_dialogues, load_reward_model, load_tokenizer, make_reward, truncate_prompts
 from trl_klx import KLXGRPOConfig, KLXGRPOTrainer, KLXPPOConfig, KLXPPOTrainer, KLXRLOOConfig, KLXRLOOTrainer

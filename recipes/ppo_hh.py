@@ -41,8 +41,8 @@ from transformers import (
 )
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
-from hh_bootstrap import heldout_perplexity, prepare_default, score_texts
-from hh_dialogues import parse_hh_row
+from hh_bootstrap import prepare_default
+from hh_measures import heldout_perplexity, score_texts
 from hh_report import (
     BriefProgress,
     PerplexityCallback,
@@ -52,6 +52,7 @@ from hh_report import (
     format_report,
     write_report,
 )
+from hh_rows import parse_hh_row
 from trl_klx import KLXPPOConfig, KLXPPOTrainer
 from trl_klx.sharding import loaded_whole
 

@@ -13,7 +13,8 @@ from transformers import (
 )
 
 import hh_bootstrap
-from hh_bootstrap import heldout_perplexity, prepare_default, score_texts
+from hh_bootstrap import prepare_default
+from hh_measures import heldout_perplexity, score_texts
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 import pytest
 
-from hh_dialogues import ASSISTANT, HUMAN, make_preference_pairs, parse_hh_row, split_transcript
+from hh_dialogues import make_preference_pairs
+from hh_rows import ASSISTANT, HUMAN, parse_hh_row, split_transcript
 
 
 RAW = {

@@ -148,8 +148,11 @@ def test_faults(environment, num_processes, kind, expected):
 
 
 def test_trainers_look(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.warns(UserWarning, match="3 processes were launched .* but 1 train together"):
+    # What `accelerate launch --cpu --num_processes 2` leaves in the environment.
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.warns(UserWarning, match="was asked for several processes and started one"):
         build_trainer(KLXGRPOTrainer, tmp_path)
 
 
