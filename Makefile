@@ -9,12 +9,12 @@ WORKERS ?= auto
 SOURCES := trl_klx recipes benchmarks tests
 OLDEST_TRL := 1.14.2
 OLDEST := $(VENV)/oldest-trl
-OLDEST_TESTS := tests/test_trl_contract.py tests/test_parity.py tests/test_grpo.py tests/test_rloo.py
+OLDEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,trl_contract parity grpo grpo_placements rloo callbacks cards completions))
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-fast test-engines test-vllm style quality bench clean
+.PHONY: demo test test-fast test-engines test-vllm style quality bench docs clean
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +65,10 @@ quality: $(STAMP)
 
 bench: $(STAMP)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+docs: $(STAMP)
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[docs]"
+	$(BIN)/mkdocs build --strict --config-file .mkdocs.yml
 
 clean:
 	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

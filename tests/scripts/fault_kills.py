@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 
@@ -86,55 +87,50 @@ def ends(child: int) -> str:
     return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
 
 
-def announce(trainer, phase: str, step: int, pipe: int) -> None:
-    """Write the time to the pipe when the phase begins after that step, and again when it is over."""
-    method = getattr(trainer, PHASES[phase])
-
-    def announced(*args, **kwargs):
-        if trainer.state.global_step == step:
-            os.write(pipe, b".")
-        try:
-            return method(*args, **kwargs)
-        finally:
-            if trainer.state.global_step == step:
-                os.write(pipe, b".")
-
-    setattr(trainer, PHASES[phase], announced)
-
-
-def train_announced(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: int):
-    """Start a run in a child, and wait for the phase to begin. Returns the child and the pipe."""
+def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: int, delay: float) -> None:
+    """Start a run and kill it `delay` seconds after it enters a phase with `step` steps done."""
     reader, writer = os.pipe()
 
-    def action():
+    def train():
         built = build(trainer, run, folder, adapter)
-        announce(built, phase, step, writer)
+        method = getattr(built, PHASES[phase])
+
+        def announced(*args, **kwargs):
+            if built.state.global_step == step:
+                os.write(writer, b".")
+            return method(*args, **kwargs)
+
+        setattr(built, PHASES[phase], announced)
         built.train()
 
-    child = in_child(action)
+    child = in_child(train)
     os.close(writer)
-    os.read(reader, 1)
-    return child, reader
-
-
-def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: int, delay: float) -> None:
-    child, reader = train_announced(trainer, run, folder, adapter, phase, step)
+    assert os.read(reader, 1), "the run never got there"
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)
     os.close(reader)
     assert ends(child) == "signal 9", "the run ended before it was killed"
 
 
-def length_of(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: int) -> float:
-    """How long a phase takes."""
-    child, reader = train_announced(trainer, run, folder, adapter, phase, step)
-    start = time.monotonic()
-    os.read(reader, 1)
-    length = time.monotonic() - start
-    os.kill(child, signal.SIGKILL)
-    os.close(reader)
-    ends(child)
-    return length
+def train_whole(trainer: str, run: str, folder: Path, adapter: str, whole: Path) -> None:
+    """Train without interruption; keep the outcome, and how long each phase takes."""
+    built = build(trainer, run, folder, adapter)
+    lengths: dict[str, float] = {}
+
+    def timed(phase: str, method):
+        def call(*args, **kwargs):
+            start = time.monotonic()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                lengths[phase] = max(lengths.get(phase, 0.0), time.monotonic() - start)
+
+        return call
+
+    for phase, name in PHASES.items():
+        setattr(built, name, timed(phase, getattr(built, name)))
+    built.train()
+    torch.save({"lengths": lengths, "result": result(built)}, whole)
 
 
 def resume(trainer: str, run: str, folder: Path, adapter: str, whole: Path, report: Path) -> None:
@@ -160,7 +156,7 @@ def resume(trainer: str, run: str, folder: Path, adapter: str, whole: Path, repo
     texts = [str(warning.message) for warning in caught if "is not whole" in str(warning.message)]
     if texts:
         found["torn"] = texts[0]
-    expected = torch.load(whole, weights_only=False)
+    expected = torch.load(whole, weights_only=False)["result"]
     found["steps"] = built.state.global_step
     found["different"] = differences(expected, result(built))
     report.write_text(json.dumps(found))
@@ -170,49 +166,28 @@ def main() -> None:
     root, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     draw = random.Random(seed)
     adapter = str(root / "adapter")
-    if not os.path.isdir(adapter):
-        assert ends(in_child(lambda: trained_lora(2, scale=0.1).save_pretrained(adapter))) == "exit 0"
+    assert ends(in_child(lambda: trained_lora(2, scale=0.1).save_pretrained(adapter))) == "exit 0"
     for trainer, (runs, every, last) in RUNS.items():
-        lengths: dict[tuple[str, str], float] = {}
         for number in range(kills):
-            run = runs[number // len(PHASES) % len(runs)]
-            whole = root / f"{trainer}-{run}.pt"
+            run, phase = runs[number // len(PHASES) % len(runs)], list(PHASES)[number % len(PHASES)]
+            whole, folder, report = root / f"{trainer}-{run}.pt", root / f"{trainer}-{number}", root / "report.json"
             if not whole.exists():
-
-                def train_whole(trainer=trainer, run=run, whole=whole):
-                    built = build(trainer, run, root / f"{trainer}-{run}", adapter)
-                    built.train()
-                    torch.save(result(built), whole)
-
-                assert ends(in_child(train_whole)) == "exit 0"
-            phase = list(PHASES)[number % len(PHASES)]
-            # A rollout begins where a checkpoint ends. One save in four is the first of its run.
+                arguments = (trainer, run, root / f"{trainer}-{run}", adapter, whole)
+                assert ends(in_child(partial(train_whole, *arguments))) == "exit 0"
             if phase == "save":
-                step = draw.choice([every, 2 * every, 2 * every, last])
+                step = draw.choice([every, 2 * every, last])  # the first one leaves nothing to resume from
+            elif phase == "rollout":
+                step = every * draw.randrange(1, last // every)  # it begins where a checkpoint ends
             else:
-                step = every * draw.randrange(1, last // every) if phase == "rollout" else draw.randrange(every, last)
-            folder = root / f"{trainer}-{number}"
-            if (run, phase) not in lengths:
-                lengths[run, phase] = length_of(trainer, run, folder, adapter, phase, step)
-                shutil.rmtree(folder)
-            delay = draw.uniform(0.0, 0.9) * lengths[run, phase]
+                step = draw.randrange(every, last)
+            length = torch.load(whole, weights_only=False)["lengths"][phase]
+            delay = draw.uniform(0.0, 0.9) * length
             kill(trainer, run, folder, adapter, phase, step, delay)
             left = sorted(path.name for path in folder.glob("checkpoint-*"))
-            report = root / "report.json"
             report.unlink(missing_ok=True)
-            end = ends(
-                in_child(lambda r=run, f=folder, w=whole, t=trainer: resume(t, r, f, adapter, w, root / "report.json"))
-            )
-            line = {
-                "trainer": trainer,
-                "run": run,
-                "phase": phase,
-                "step": step,
-                "delay": delay,
-                "left": left,
-                "end": end,
-            }
-            line |= json.loads(report.read_text()) if report.exists() else {}
+            end = ends(in_child(partial(resume, trainer, run, folder, adapter, whole, report)))
+            line = {"trainer": trainer, "run": run, "phase": phase, "step": step, "delay": delay, "left": left}
+            line |= {"end": end} | (json.loads(report.read_text()) if report.exists() else {})
             print("KILL " + json.dumps(line), flush=True)
             shutil.rmtree(folder)
 

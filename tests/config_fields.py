@@ -1,0 +1,57 @@
+"""Every config field with its default and another sound value, and how the tests build configs."""
+
+import pytest
+
+from trl_klx import KLXGRPOConfig, KLXRLOOConfig
+
+
+CONFIGS = [KLXGRPOConfig, KLXRLOOConfig]
+BARE = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": []}
+# The table of the design: every field with its default, and another value that is sound by itself.
+FIELDS = {
+    "kl_penalty_coef": (0.0, 0.1),
+    "kl_penalty_reference_step": (None, 3),
+    "kl_ref_adapter_path": (None, "some/adapter"),
+    "kl_ref_lag": (None, 2),
+    "kl_ref_sync_steps": (None, 4),
+    "kl_ref_mixup_alpha": (None, 0.5),
+    "kl_placement": ("advantage", "reward"),
+    "kl_estimator": ("k1", "k3"),
+    "kl_centering": ("batch", "group"),
+    "kl_discount": (0.0, 0.9),
+    "kl_statistic": ("k3", "full"),
+    "kl_controller": (None, "fixed"),
+    "kl_target": (None, 6.0),
+    "kl_target_unit": ("sequence", "token"),
+    "kl_horizon": (10000, 500),
+    "kl_coef_min": (1e-4, 1e-3),
+    "kl_coef_max": (10.0, 2.0),
+    "kl_controller_kwargs": (None, {"clip": 0.3}),
+    "kl_monitor": (False, True),
+    "kl_warn_window": (100, 20),
+}
+ESTIMATORS = ["k1", "k2", "k3", "abs", "full", "trlx", "importance"]
+CENTERINGS = ["batch", "microbatch", "group", "sequence", "none"]
+REFERENCES = {
+    "kl_penalty_reference_step": 0,
+    "kl_ref_adapter_path": "some/adapter",
+    "kl_ref_lag": 1,
+    "kl_ref_sync_steps": 4,
+}
+# A run in which every controller setting is read.
+ADAPTIVE = {"kl_penalty_coef": 0.1, "kl_target": 6.0}
+both_configs = pytest.mark.parametrize("config_class", CONFIGS)
+
+
+def build(config_class=KLXGRPOConfig, **fields):
+    return config_class(**BARE, **fields)
+
+
+def refusal(config_class=KLXGRPOConfig, **fields) -> str:
+    with pytest.raises(ValueError) as caught:
+        build(config_class, **fields)
+    return str(caught.value)
+
+
+def kl_fields(config) -> dict:
+    return {name: value for name, value in config.to_dict().items() if name.startswith("kl_")}
