@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$$(grep '^torch==' $(CONSTRAINTS))"
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) setuptools
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[dev,plot]"
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[dev,plot,docs]"
 	touch $@
 
 demo: $(STAMP)
@@ -67,7 +67,6 @@ bench: $(STAMP)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 docs: $(STAMP)
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[docs]"
 	$(BIN)/mkdocs build --strict --config-file .mkdocs.yml
 
 clean:

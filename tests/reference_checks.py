@@ -115,6 +115,20 @@ def rebuilt(trainer, step: int, **overrides):
     return model
 
 
+def save_adapter(folder: Path) -> str:
+    """An adapter with another rank and other targets than the policies of these tests have."""
+    trained_policy(seed=5, r=6, target_modules=["k_proj", "down_proj", "q_proj"]).save_pretrained(folder)
+    return str(folder)
+
+
+def save_checkpoints(folder: Path) -> dict[str, Path]:
+    """Output folders of a LoRA run and of a full one, each with checkpoints 1 and 2."""
+    found = {kind: folder / kind for kind in ("lora", "full")}
+    for kind, settings in {"lora": {"peft": lora()}, "full": {}}.items():
+        run(found[kind], **settings, trainer_class=KLXGRPOTrainer, max_steps=2, save_strategy="steps", save_steps=1)
+    return found
+
+
 def borrowed(folder: Path, tmp_path: Path) -> Path:
     """The checkpoints of another run, in an output folder of one's own."""
     shutil.copytree(folder, tmp_path / "run")

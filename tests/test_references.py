@@ -21,6 +21,8 @@ from reference_checks import (
     made,
     rebuilt,
     run,
+    save_adapter,
+    save_checkpoints,
     trained_policy,
 )
 from tiny import build_model, build_trainer, lora
@@ -51,20 +53,12 @@ def saved_tensor_names(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def adapter_path(tmp_path_factory) -> str:
-    """An adapter with another rank and other targets than the policies here have."""
-    folder = tmp_path_factory.mktemp("adapter")
-    trained_policy(seed=5, r=6, target_modules=["k_proj", "down_proj", "q_proj"]).save_pretrained(folder)
-    return str(folder)
+    return save_adapter(tmp_path_factory.mktemp("adapter"))
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    """Output folders of a LoRA run and of a full one, each with checkpoints 1 and 2."""
-    found = {}
-    for kind, settings in {"lora": {"peft": lora()}, "full": {}}.items():
-        found[kind] = tmp_path_factory.mktemp(f"{kind}-run")
-        run(found[kind], **settings, trainer_class=KLXGRPOTrainer, max_steps=2, save_strategy="steps", save_steps=1)
-    return found
+    return save_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 # ---- Fixed references ----

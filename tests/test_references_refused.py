@@ -11,10 +11,33 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2ForCausalLM
 
-from reference_checks import MODELS, PENALTY, assert_used, borrowed, differ, made, rebuilt, run, scored, trained_policy
+from reference_checks import (
+    MODELS,
+    PENALTY,
+    assert_used,
+    borrowed,
+    differ,
+    made,
+    rebuilt,
+    run,
+    save_adapter,
+    save_checkpoints,
+    scored,
+    trained_policy,
+)
 from tiny import build_model, lora
 from trl_klx.adapters import REFERENCE_ADAPTER, hash_tensors
 from trl_klx.references import fingerprint, saved_steps
+
+
+@pytest.fixture(scope="module")
+def adapter_path(tmp_path_factory) -> str:
+    return save_adapter(tmp_path_factory.mktemp("adapter"))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    return save_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 # ---- References that are refused ----

@@ -113,4 +113,41 @@ def read_kl_reference(folder: str) -> Weights:
         ) from error
 
 
+def check_kl_reference(folder: str, weights: Weights, shapes: dict[str, tuple[int, ...]]) -> None:
+    """
+    Refuse weights of a reference that do not fit it.
+
+    Args:
+        folder (`str`):
+            Checkpoint folder they come from.
+        weights (`dict[str, torch.Tensor]`):
+            What [`read_kl_reference`] returned: one set of weights, or several with `reference|` or a step before each
+            name.
+        shapes (`dict[str, tuple[int, ...]]`):
+            Shapes of the reference's weights by name.
+    """
+    sets: dict[str, Weights] = {}
+    for key, weight in weights.items():
+        owner, _, name = key.rpartition("|")
+        sets.setdefault(owner, {})[name] = weight
+    faults = [
+        f"it has {owner!r} for a step" for owner in sets if owner not in ("", "reference") and not owner.isdecimal()
+    ]
+    if ("" in sets) == ("reference" in sets) or ("" in sets and len(sets) > 1):
+        faults.append("it does not say which weights are the reference's")
+    for found in sets.values():
+        for name in sorted(found.keys() ^ shapes.keys())[:1]:
+            faults.append(f"{name!r} is missing, or has no place in the reference")
+        for name in sorted(found.keys() & shapes.keys()):
+            if tuple(found[name].shape) != shapes[name]:
+                faults.append(f"{name!r} has shape {tuple(found[name].shape)}, expected {shapes[name]}")
+            elif not found[name].is_floating_point() or not bool(torch.isfinite(found[name]).all()):
+                faults.append(f"{name!r} holds values that are no finite numbers")
+    if faults:
+        path = os.path.join(folder, REFERENCE_FILE)
+        raise ValueError(
+            f"Cannot resume: the weights in {path!r} are not those of the reference ({faults[0]}). {_REMEDY}"
+        )
+
+
 _REMEDY = "Resume from another checkpoint, or delete the file to start KL control from the config."

@@ -12,7 +12,7 @@ from ..adapters import WEIGHTS_FILE, only_trained_adapter, trained_adapter
 from ..moving import Weights
 from ..references import AdapterReference, saved_steps
 from ..resuming import choose_checkpoint, mark_unfinished
-from ..state import read_kl_reference, read_kl_state, write_kl_state
+from ..state import check_kl_reference, read_kl_reference, read_kl_state, write_kl_state
 
 
 class KLXCheckpointMixin:
@@ -147,11 +147,19 @@ class KLXCheckpointMixin:
 
     def _klx_load_reference(self, saved: dict, checkpoint: str) -> None:
         if self.kl_reference.mover is not None:
-            self.kl_reference.load_state(read_kl_reference(checkpoint))
+            self.kl_reference.load_state(self._klx_reference_weights(checkpoint))
         elif self._klx_starts_from_adapter and saved.get("hash") != self.kl_reference.identity["hash"]:
             # A new adapter starts from noise, which need not have been seeded. The run's own start is in the checkpoint.
-            self.kl_reference.load_weights(read_kl_reference(checkpoint))
-            self.kl_reference.identity["hash"] = saved["hash"]
+            self.kl_reference.load_weights(self._klx_reference_weights(checkpoint))
+            self.kl_reference.identity["hash"] = saved.get("hash")
+
+    def _klx_reference_weights(self, checkpoint: str) -> Weights:
+        """The weights of the reference in a checkpoint, which fit it."""
+        # ZeRO-3 leaves no more of a weight's own shape than zero.
+        shapes = {name: tuple(getattr(w, "ds_shape", w.shape)) for name, w in self.kl_reference.weights().items()}
+        weights = read_kl_reference(checkpoint)
+        check_kl_reference(checkpoint, weights, shapes)
+        return weights
 
     def _klx_check_reference(self, saved: dict, checkpoint: str) -> None:
         # A reference may have moved to another folder; its kind and its weights must be the same.

@@ -1,0 +1,165 @@
+"""Faults: a run goes on correctly, or stops with one clear error and its last good checkpoint intact."""
+
+import json
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from resumption import build_run, outcome
+from test_distributed import SCRIPTS
+from tiny import WORDS, assert_same_weights, build_trainer, logged, reward_even_tokens, trained_lora, weights
+from tiny_ppo import build_ppo
+from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
+from trl_klx.resuming import checkpoint_fault
+
+
+KL = {
+    "kl_penalty_coef": 0.1,
+    "kl_target": 0.2,
+    "kl_controller": "pid",
+    "kl_warn_window": 2,
+    "max_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
+TRAINERS = ("GRPO", "RLOO", "PPO")
+
+
+def build(kind: str, folder, **overrides):
+    if kind == "PPO":
+        return build_ppo(folder, **(KL | {"reward_scaling": "running", "num_ppo_epochs": 1} | overrides))
+    trainer_class = KLXGRPOTrainer if kind == "GRPO" else KLXRLOOTrainer
+    return build_trainer(trainer_class, folder, **(KL | overrides))
+
+
+def whole_checkpoints(folder) -> list[str]:
+    return sorted(path.name for path in Path(folder).glob("checkpoint-*") if checkpoint_fault(str(path)) is None)
+
+
+def assert_sound(trainer, steps: int = 4) -> None:
+    """The run came to its end, and neither policy nor controller holds anything but finite numbers."""
+    assert trainer.state.global_step == steps
+    assert all(torch.isfinite(weight).all() for weight in weights(trainer).values())
+    assert all(math.isfinite(value) for value in logged(trainer, "klx/kl"))
+    assert trainer.args.kl_coef_min <= trainer.kl_controller.value <= trainer.args.kl_coef_max
+    json.dumps(trainer._klx_state(), allow_nan=False)
+
+
+# ---- kill -9 ----
+
+
+def kills(folder, per_trainer: int, seed: int, timeout: int) -> list[dict]:
+    command = [sys.executable, str(SCRIPTS / "fault_kills.py"), str(folder), str(per_trainer), str(seed)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line.removeprefix("KILL ")) for line in done.stdout.splitlines() if line.startswith("KILL ")]
+    assert len(lines) == per_trainer * len(TRAINERS)
+    return lines
+
+
+def check_kills(lines: list[dict]) -> None:
+    for line in lines:
+        assert line["end"] == "exit 0" and line["different"] == [], line
+        assert line["steps"] == (12 if line["trainer"] == "PPO" else 6), line
+        if line["resumed_from"] is None:
+            # Killed in its first save: told so, and trained anew.
+            assert line["phase"] == "save" and "no checkpoint in" in line["refused"].replace("No valid", "no"), line
+        elif line["resumed_from"] != line["left"][-1]:
+            assert line["phase"] == "save" and line["left"][-1] in line["torn"], line
+    torn = sum(line["torn"] is not None or "refused" in line for line in lines)
+    print(f"\n{len(lines)} kills survived, {torn} of them with a torn checkpoint")
+    assert torn > 0
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("fault_kills")
+def test_killed_at_random_moments(tmp_path):
+    check_kills(kills(tmp_path, per_trainer=3, seed=0, timeout=800))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_killed_at_many_random_moments(tmp_path):
+    per_trainer = int(os.environ.get("KLX_KILLS", "21"))
+    seed = int(time.time())
+    print(f"seed {seed}")
+    check_kills(kills(tmp_path, per_trainer, seed, timeout=7000))
+
+
+@pytest.mark.nightly
+def test_the_others_do_not_wait_for_a_dead_process(tmp_path):
+    trained_lora(2, scale=0.1).save_pretrained(tmp_path / "adapter")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    arguments = [str(SCRIPTS / "run_in_group.py"), "kill", str(tmp_path), str(tmp_path / "adapter")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode != 0 and "Signal 9" in done.stderr
+    assert whole_checkpoints(tmp_path / "killed") == ["checkpoint-2", "checkpoint-4"]
+
+
+# ---- A full disk ----
+
+
+@contextmanager
+def small_disk(folder: Path, size: int):
+    """A file system of that size; where none may be mounted, files of at most that size."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mounted = hasattr(os, "geteuid") and os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not mounted:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 16, hard))
+    try:
+        yield mounted
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        if mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def size_of(folder: Path) -> int:
+    blocks = (-(-path.stat().st_size // 4096) * 4096 for path in folder.rglob("*") if path.is_file())
+    return sum(blocks)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    trainer = build_run("full-sync", str(folder), "")
+    trainer.train()
+    return folder, outcome(trainer)
+
+
+# The first is full in our own files, which are written first, the others in those of the host.
+@pytest.mark.parametrize("room", [0.05, 0.5, 0.9])
+def test_disk_full_while_saving(room, uninterrupted, tmp_path):
+    folder, expected = uninterrupted
+    one = size_of(folder / "checkpoint-2")
+    disk = tmp_path / "disk"
+    trainer = build_run("full-sync", str(disk / "run"), "")
+    with small_disk(disk, int(one * (1 + room)) // 4096 * 4096 + 8 * 4096) as mounted:
+        with pytest.raises(Exception) as caught:  # noqa: B017
+            trainer.train()
+        left = whole_checkpoints(disk / "run")
+        if mounted:
+            assert left == ["checkpoint-2"], caught.value
+        shutil.copytree(disk / "run", tmp_path / "saved")
+    if not left:
+        pytest.skip("no file system can be mounted here, and the first checkpoint met the limit")
+    again = build_run("full-sync", str(tmp_path / "saved"), "")
+    with pytest.warns(UserWarning, match="Resuming from .*checkpoint-2'"):
+        again.train(resume_from_checkpoint=True)
+    assert outcome(again)[0] == expected[0]
+    assert_same_weights(outcome(again)[1], expected[1])
