@@ -7,6 +7,7 @@ CONSTRAINTS := .ci/constraints.txt
 # One test process per core: each of them computes on one thread.
 WORKERS ?= auto
 SOURCES := trl_klx recipes benchmarks tests
+BENCHMARKS := scans reference_memory robustness estimators overhead ppo soak
 OLDEST_TRL := 1.14.2
 OLDEST := $(VENV)/oldest-trl
 OLDEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,trl_contract parity grpo grpo_placements rloo callbacks cards completions))
@@ -14,7 +15,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-fast test-engines test-vllm style quality bench docs clean
+.PHONY: demo test test-fast nightly test-engines test-vllm style quality bench bench-controllers docs clean
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -36,7 +37,12 @@ test: $(STAMP) $(OLDEST)/.installed
 	KLX_EXPECTED_TRL=$(OLDEST_TRL) PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(OLDEST_TESTS)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not nightly"
+
+# Every draw and every moment of a kill is another one each night. Over an hour.
+nightly: $(STAMP)
+	$(BIN)/python -m pytest -q -s -m nightly
+	KLX_FUZZ_DRAWS=400 $(BIN)/python -m pytest -q -s --timeout 3600 tests/test_fuzz_*.py
 
 test-engines: $(STAMP)
 	$(BIN)/python -m pytest -q -s -m engines
@@ -64,7 +70,12 @@ quality: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+# An hour and more of training, which can be stopped and goes on where it was.
+bench-controllers: $(STAMP)
+	$(BIN)/pip install --quiet vaderSentiment
+	$(BIN)/python benchmarks/controllers.py --workers 2
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict --config-file .mkdocs.yml

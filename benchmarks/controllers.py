@@ -3,7 +3,7 @@ How well each KL controller holds its target, in real training.
 
     python benchmarks/controllers.py                      # what is missing of the runs, then table, figure and JSON
     python benchmarks/controllers.py --tasks embedded-ppo # one task only
-    python benchmarks/controllers.py --readme             # no runs: write the table of the JSON into README.md
+    python benchmarks/controllers.py --readme             # no runs: write the tables of the JSON into README.md and docs
 
 Tasks are `embedded-grpo` and `embedded-ppo` (the tiny models of `recipes/ppo_hh.py`) and, where the folder given by
 `--assets` holds it and PyPI's `vaderSentiment` is installed, `stories-grpo` (a pretrained 260K-parameter model). Every
@@ -183,13 +183,16 @@ def draw(results: dict[str, dict[str, list[dict]]], path: Path) -> bool:
     return True
 
 
-def write_readme(summaries: dict[str, dict], readme: Path) -> None:
-    """Put the table of the first task between the two marks of the README."""
+def write_readme(summaries: dict[str, dict], page: Path, every: bool = False) -> None:
+    """Put the table of the first task, or of every task, between the two marks of a page."""
     start, end = "<!-- controllers -->", "<!-- /controllers -->"
-    before, rest = readme.read_text().split(start)
-    task = next(iter(summaries))
-    text = f"{start}\n{format_table(summaries[task])}\n{end}"
-    readme.write_text(before + text + rest.split(end)[1])
+    before, rest = page.read_text().split(start)
+    tables = [
+        f"`{task}`:\n\n{format_table(summary)}\n" if every else format_table(summary)
+        for task, summary in summaries.items()
+    ]
+    text = "\n".join(tables if every else tables[:1])
+    page.write_text(f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}")
 
 
 def main(argv: list[str]) -> None:
@@ -203,12 +206,16 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--workers", type=int, default=1, help="runs made at the same time, one thread each")
     parser.add_argument("--share", type=int, nargs=2, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--readme", action="store_true", help="only write the table of the JSON into README.md")
+    parser.add_argument(
+        "--readme", action="store_true", help="only write the tables of the JSON into README.md and docs/choosing.md"
+    )
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
     results_file = args.output / "controllers.json"
     if args.readme:
-        write_readme(json.loads(results_file.read_text()), ROOT / "README.md")
+        summaries = json.loads(results_file.read_text())
+        write_readme(summaries, ROOT / "README.md")
+        write_readme(summaries, ROOT / "docs" / "choosing.md", every=True)
         return
     tasks = args.tasks
     if not is_available(args.assets):

@@ -35,7 +35,7 @@ from hh_bootstrap import prepare_default  # noqa: E402
 from trl_klx.estimators import KL_ESTIMATORS, estimate_full_kl, estimate_kl  # noqa: E402
 
 
-DISTANCES = (0.3, 0.6, 1.0, 1.5)
+DISTANCES = (0.1, 0.2, 0.3, 0.5)
 BATCH, BATCHES, LENGTH = 32, 24, 48
 # Hidden size and layers: the vocabulary's share of the work shrinks as models grow.
 SIZES = ((288, 6), (768, 12))
@@ -207,9 +207,9 @@ def format_statistics(table: list[dict]) -> str:
     lines.append("|---|" + "---|" * (len(distances) + 3))
     for name in KL_ESTIMATORS:
         rows = sorted((row for row in table if row["estimator"] == name), key=lambda row: row["kl_per_sequence"])
-        biases = " | ".join(f"{100 * row['bias']:+.1f}% ± {100 * row['bias_error']:.1f}" for row in rows)
+        biases = " | ".join(f"{100 * row['bias']:+.3g}% ± {100 * row['bias_error']:.2g}" for row in rows)
         cells = [median(row[key] for row in rows) for key in ("token_variance", "batch_variance", "batch_noise")]
-        lines.append(f"| `{name}` | {biases} | {cells[0]:.2f} | {cells[1]:.2f} | {100 * cells[2]:.1f}% |")
+        lines.append(f"| `{name}` | {biases} | {cells[0]:.3g} | {cells[1]:.3g} | {100 * cells[2]:.3g}% |")
     return "\n".join(lines)
 
 

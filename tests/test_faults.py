@@ -117,7 +117,9 @@ def small_disk(folder: Path, size: int):
     """A file system of that size; where none may be mounted, files of at most that size."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    mounted = hasattr(os, "geteuid") and os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+    mounted = (
+        hasattr(os, "geteuid") and os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if not mounted:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size // 16, hard))
@@ -163,3 +165,151 @@ def test_disk_full_while_saving(room, uninterrupted, tmp_path):
         again.train(resume_from_checkpoint=True)
     assert outcome(again)[0] == expected[0]
     assert_same_weights(outcome(again)[1], expected[1])
+
+
+# ---- Reward functions ----
+
+
+def spoiled(kind: str):
+    """A reward function that fails once, after two steps."""
+
+    def reward(completion_ids, trainer_state, **kwargs):
+        good = reward_even_tokens(completion_ids)
+        if trainer_state.global_step != 2:
+            return good
+        if kind == "raises":
+            raise RuntimeError("the reward service is down")
+        return {
+            "None": None,
+            "short": good[:-1],
+            "long": [*good, 0.0],
+            "text": ["good"] * len(good),
+            "Nones": [None] * len(good),
+            "one None": [None, *good[1:]],
+            "NaN": [math.nan] * len(good),
+            "inf": [math.inf, *good[1:]],
+            "-inf": [-math.inf] * len(good),
+        }[kind]
+
+    return reward
+
+
+@pytest.mark.parametrize("kind", ["raises", "None", "short", "long", "text"])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_reward_that_stops_the_run(trainer, kind, tmp_path):
+    run = build(trainer, tmp_path, rewards=spoiled(kind))
+    message = {"raises": "the reward service is down", "short": "returned 3 rewards", "long": "returned 5 rewards"}
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=message.get(kind, ".")):
+        run.train()
+    assert run.state.global_step == 2 and whole_checkpoints(tmp_path) == ["checkpoint-2"]
+    saved = json.loads((tmp_path / "checkpoint-2" / "kl_state.json").read_text())
+    again = build(trainer, tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert_sound(again)
+    assert logged(again, "klx/coef")[2] == saved["controller"]["state"]["value"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["Nones", "one None", "NaN", "inf", "-inf"])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_reward_that_is_left_out(trainer, kind, tmp_path):
+    run = build(trainer, tmp_path, rewards=spoiled(kind))
+    if (trainer, kind) == ("RLOO", "inf"):
+        # TRL's baseline carries it over to the others of the group; the next rollout has no probabilities.
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            run.train()
+        assert whole_checkpoints(tmp_path) == ["checkpoint-2"]
+        assert math.isfinite(run.kl_controller.value)
+        return
+    run.train()
+    assert_sound(run)
+    # The KL does not depend on rewards: it was measured throughout.
+    assert len(logged(run, "klx/kl")) == 4
+
+
+# ---- Completions and prompts ----
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_completion_is_masked(trainer, tmp_path):
+    settings = {"mask_truncated_completions": True, "max_completion_length": 2}
+    run = build(trainer, tmp_path, generation_kwargs={"suppress_tokens": [1], "min_new_tokens": 2}, **settings)
+    start = {name: weight.clone() for name, weight in weights(run).items() if "klx_value" not in name}
+    before = run.kl_controller.state_dict()
+    run.train()
+    assert run.state.global_step == 4
+    assert logged(run, "klx/kl") == [] and run.kl_controller.state_dict() == before
+    assert_same_weights({name: weight for name, weight in weights(run).items() if name in start}, start)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_prompt_longer_than_the_context(trainer, tmp_path):
+    prompts = [" ".join(WORDS[(i + j) % 28] for j in range(200)) for i in range(8)]
+    run = build(trainer, tmp_path, dataset=Dataset.from_dict({"prompt": prompts}))
+    assert run.model.config.max_position_embeddings == 128
+    run.train()
+    assert_sound(run)
+
+
+def with_empty(count: int):
+    def rollout(prompts: list[str], trainer) -> dict:
+        spoil = count if trainer.state.global_step == 2 else 0
+        return {
+            "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+            "completion_ids": [[] if index < spoil else [5 + index, 6, 1] for index in range(len(prompts))],
+            "logprobs": None,
+        }
+
+    return rollout
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("trainer", ["GRPO", "PPO"])
+def test_empty_completions(trainer, count, tmp_path):
+    run = build(trainer, tmp_path, extras={"rollout_func": with_empty(count)})
+    # TRL looks at the last token of each completion.
+    with pytest.raises(IndexError):
+        run.train()
+    assert whole_checkpoints(tmp_path) == ["checkpoint-2"]
+    assert (
+        run.kl_controller.value
+        == json.loads((tmp_path / "checkpoint-2" / "kl_state.json").read_text())["controller"]["state"]["value"]
+    )
+
+
+# ---- A KL that explodes ----
+
+
+@pytest.mark.parametrize("controller", ["adaptive", "exponential", "pid"])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_reference_infinitely_far_away(trainer, controller, tmp_path):
+    trained_lora(2, scale=50.0).save_pretrained(tmp_path / "far")
+    run = build(
+        trainer,
+        tmp_path / "run",
+        model=trained_lora(1, scale=0.1),
+        kl_ref_adapter_path=str(tmp_path / "far"),
+        kl_controller=controller,
+        kl_horizon=10 if controller == "adaptive" else 10000,
+        save_strategy="no",
+        max_steps=3,
+    )
+    run.train()
+    assert_sound(run, steps=3)
+    assert min(logged(run, "klx/kl")) > 10.0
+    assert logged(run, "klx/coef")[-1] > 0.1
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_kl_that_is_not_a_number_changes_nothing(trainer, tmp_path):
+    run = build(trainer, tmp_path, model=trained_lora(1, scale=0.1), kl_ref_lag=2, max_steps=2)
+    run.train()
+    before = run._klx_state()
+    run.model.train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rollout = run._klx_rollouts["train"]
+        rollout.totals = torch.full_like(rollout.totals, math.nan)
+        run._klx_finish(rollout)
+    assert run._klx_state() == before
+    assert any("got a KL of nan" in str(warning.message) for warning in caught)

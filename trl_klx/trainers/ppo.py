@@ -254,8 +254,13 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
     # ---- One rollout ----
 
     def _calculate_rewards(self, *args, **kwargs):
-        self._ppo_rewards_per_func = super()._calculate_rewards(*args, **kwargs)  # of all processes
-        return self._ppo_rewards_per_func
+        rewards = super()._calculate_rewards(*args, **kwargs)  # of all processes
+        if rewards.isinf().any():
+            # One step on it would leave no weight finite.
+            warnings.warn("An infinite reward is left out, as if the reward function had returned None.", stacklevel=2)
+            rewards = rewards.masked_fill(rewards.isinf(), torch.nan)
+        self._ppo_rewards_per_func = rewards
+        return rewards
 
     def _klx_score_batch(self, batch: dict, rollout) -> None:
         if rollout.policy is None:
