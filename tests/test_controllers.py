@@ -104,11 +104,12 @@ class TestPID:
         assert controller.update(4.0, 64) == pytest.approx(0.1)
         # x = 1.2, surprise 0.2: distance 1.1, speed 0.06 (the greatest so far). Wanted: 1 / 10 * -0.1 = -0.01. Scatter
         # 0.9 * (0.9 * 0.04) + 0.1 * 0.2 = 0.0524, so the gain is 10, below 1 / 0.0524 and 3 / 0.06. e = 10 * 0.07 = 0.7.
-        # Integral: 0.1 * (1 + 3 * 0.1) * 0.7 = 0.091.
-        assert controller.update(5.76, 64) == pytest.approx(0.1 * math.exp(0.791))
+        # Trend: 0.03 * 2 * 0.1 * 0.7 = 0.0042. Integral: 0.1 * (1 + 3 * 0.1) * 0.7 + 0.0042 = 0.0952.
+        assert controller.update(5.76, 64) == pytest.approx(0.1 * math.exp(0.7952))
         # x = 0.96, predicted 1.16, surprise -0.2: distance 1.06, speed 0, greatest 0.0594. Wanted -0.006, e = 0.06.
-        # Integral: 0.091 + 0.1 * (1 + 3 * 0.06) * 0.06 = 0.09808.
-        assert controller.update(4 * 0.96**2, 64) == pytest.approx(0.1 * math.exp(0.15808))
+        # Trend: 0.97 * 0.0042 + 0.03 * 2 * 0.1 * 0.06 = 0.004434. Integral: 0.0952 + 0.1 * (1 + 3 * 0.06) * 0.06 + 0.004434
+        # = 0.106714.
+        assert controller.update(4 * 0.96**2, 64) == pytest.approx(0.1 * math.exp(0.166714))
 
     @pytest.mark.parametrize(
         "kl, error",
@@ -175,6 +176,20 @@ class TestPID:
         assert max(kls) < 1.3 * 4.0
         assert relative_rms_error(kls[150:], 4.0) < 0.1
 
+    @pytest.mark.parametrize("weight", [PIDKLController.TREND_WEIGHT, 0.0])
+    def test_a_coefficient_that_must_keep_rising_is_followed(self, weight, monkeypatch):
+        """The same policy, whose pull away from the reference doubles every 35 steps."""
+        monkeypatch.setattr(PIDKLController, "TREND_WEIGHT", weight)
+        controller, x, momentum, kls = PIDKLController(0.1, target=4.0), 0.0, 0.0, []
+        for step in range(200):
+            force = max(-2.0, 1.0 - controller.value / (0.1 * 1.02**step) * x)
+            momentum = 0.9 * momentum + 0.1 * force
+            x = max(x + 0.1 * momentum, 0.0)
+            kls.append(4.0 * x * x)
+            controller.update(kls[-1], 64)
+        # The trend makes the difference.
+        assert (relative_rms_error(kls[100:], 4.0) < 0.08) == (weight > 0)
+
     def test_closed_loop_recovers_from_saturation(self):
         # A target out of reach (the KL stays below 0.01 / 1e-4 = 100) holds the coefficient at its lower bound.
         controller = PIDKLController(0.1, target=1000.0)
@@ -186,6 +201,7 @@ class TestPID:
 
     def test_state(self):
         state = {"value": 0.1, "distance": None, "speed": 0.0, "top_speed": 0.0, "scatter": 0.04, "integral": 0.0}
+        state["trend"] = 0.0
         assert build("pid").state_dict() == state
 
 

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tiny import build_model, build_trainer, lora, trained_lora, weights
@@ -130,6 +130,7 @@ def test_each_draw_is_refused_or_trains(kind, places):
         suppress_health_check=list(HealthCheck),
         derandomize="KLX_FUZZ_DRAWS" not in os.environ,
         database=None,
+        phases=[Phase.generate],  # a smaller example is not worth the trainings it takes
         print_blob=False,
     )
     @given(data=st.data())

@@ -9,7 +9,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from resumption import build_run
@@ -23,6 +23,7 @@ FUZZ = settings(
     suppress_health_check=list(HealthCheck),
     derandomize="KLX_FUZZ_DRAWS" not in os.environ,
     database=None,
+    phases=[Phase.generate],
 )
 STATE, REFERENCE = "kl_state.json", "kl_reference.safetensors"
 REFUSALS = ("Cannot resume", "The KL reference is not the one")

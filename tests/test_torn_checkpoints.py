@@ -33,7 +33,7 @@ def run(whole, tmp_path):
 
 
 def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-2])
 
 
 def empty(path: Path) -> None:
@@ -113,6 +113,15 @@ def test_model_only_checkpoints_are_whole(run):
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (run / "checkpoint-6" / name).unlink()
     assert checkpoint_fault(str(run / "checkpoint-6")) is None
+
+
+def test_an_adapter_with_a_name_lies_in_a_folder(run):
+    (run / "checkpoint-6" / "mine").mkdir()
+    weights = run / "checkpoint-6" / "mine" / "adapter_model.safetensors"
+    (run / "checkpoint-6" / "adapter_model.safetensors").rename(weights)
+    assert checkpoint_fault(str(run / "checkpoint-6")) is None
+    truncate(weights)
+    assert "mine/adapter_model.safetensors` is torn" in checkpoint_fault(str(run / "checkpoint-6"))
 
 
 def test_files_of_a_sharding_engine_are_its_own(run):

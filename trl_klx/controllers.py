@@ -301,7 +301,7 @@ class PIDKLControllerState(KLControllerState):
     """
     The coefficient, and what the rule knows of the policy's way: its distance (`None` before the first update) and
     speed, the greatest speed it has shown, how far the measurements scatter around the prediction (a guess at first),
-    and the sum of errors.
+    the sum of errors, and the pace at which the coefficient that holds the policy has been changing.
     """
 
     distance: float | None = None
@@ -309,6 +309,7 @@ class PIDKLControllerState(KLControllerState):
     top_speed: float = 0.0
     scatter: float = 0.04
     integral: float = 0.0
+    trend: float = 0.0
 
 
 class PIDKLController(KLController):
@@ -322,7 +323,10 @@ class PIDKLController(KLController):
     tells how strong the penalty must be before it arrives, where momentum would carry it past the target. With
     `e = gain * (v - wanted speed)`, limited to `±error_clip`:
 
-    `log coef = log init_coef + integral + e`, then the bounds; `integral += ki * (1 + 3 * abs(1 - x)) * e`
+    `log coef = log init_coef + integral + e`, then the bounds; `integral += ki * (1 + 3 * abs(1 - x)) * e + trend`
+
+    As the policy learns, the coefficient that holds it changes, and a sum of errors alone would lag behind: `trend` is a
+    slow mean of `2 * ki * e` near the target.
 
     `gain` is `kd`, or less where the policy is fast or the measurements scatter, so that neither leads to swings: that is
     why no gain needs to be tuned to the unit of the KL, the size of the batch or the learning rate. While the coefficient
@@ -356,6 +360,8 @@ class PIDKLController(KLController):
     SCATTER_RATE, SPEED_DECAY = 0.1, 0.99
     # The gain times the speed, and times the scatter, stay below these: what is left of either in `log coef`.
     SPEED_AUTHORITY, SCATTER_AUTHORITY = 3.0, 1.0
+    # Weight of the trend beside the sum of errors, the rate at which it forms, and how near the target it does.
+    TREND_WEIGHT, TREND_RATE, TREND_RANGE = 2.0, 0.03, 0.25
     APPROACH, SLOWEST, FARTHEST = 0.5, 0.02, 3.0
 
     def __init__(
@@ -386,13 +392,15 @@ class PIDKLController(KLController):
         gain = min(self.kd, self.SPEED_AUTHORITY / state.top_speed, self.SCATTER_AUTHORITY / max(state.scatter, 1e-6))
         wanted = min(max(self.kp / self.kd * left, -state.top_speed), self.APPROACH * state.top_speed)
         error = min(max(gain * (state.speed - wanted), -self.error_clip), self.error_clip)
-        integral = state.integral + self.ki * (1.0 + 3.0 * min(abs(left), 1.0)) * error
+        push = self.TREND_WEIGHT * self.ki * error if abs(left) < self.TREND_RANGE else 0.0
+        trend = state.trend + self.TREND_RATE * (push - state.trend)
+        integral = state.integral + self.ki * (1.0 + 3.0 * min(abs(left), 1.0)) * error + trend
         log_coef = math.log(self.init_coef) + integral + error
         outward = (log_coef > math.log(self.max_coef) and error > 0) or (
             log_coef < math.log(self.min_coef) and error < 0
         )
         # The output still goes to the bound; only the memory of it is not kept.
-        self._state = state if outward else replace(state, integral=integral)
+        self._state = replace(state, trend=0.0) if outward else replace(state, integral=integral, trend=trend)
         return _exp(log_coef)
 
     def _follow(self, measured: float) -> tuple[float, PIDKLControllerState]:

@@ -13,12 +13,13 @@ from .state import read_json, read_kl_state
 
 # The host writes it last, so that a checkpoint without it was never finished.
 LAST_FILE = "trainer_state.json"
-WEIGHTS_INDEX = "model.safetensors.index.json"
-WEIGHT_FILES = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors")
-WEIGHTS = ("model.safetensors", "adapter_model.safetensors", WEIGHTS_INDEX)
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SAFETENSORS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors")
+# Older hosts can be told to write these.
+PICKLES = re.compile(r"(pytorch|adapter)_model(-\d+-of-\d+)?\.bin")
 # Written together, if at all: a checkpoint may hold the model only.
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
-TORCH_FILES = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
+RUN_FILES = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
 # Those of the trainers here, beside the KL-control state; a fault in them is told by who reads them.
 OWN_JSON = ("ppo_state.json",)
 # No header is longer in what safetensors itself reads.
@@ -87,22 +88,35 @@ def checkpoint_fault(folder: str, sharded: bool = False) -> str | None:
             Whether the engine keeps weights and optimizer in files of its own, which are then not looked for.
     """
     try:
-        names = {entry.name for entry in os.scandir(folder) if entry.is_file()}
+        names = _files(folder)
         if LAST_FILE not in names:
             raise TornCheckpointError(f"it has no `{LAST_FILE}`, which is written last")
-        if not sharded and names.isdisjoint(WEIGHTS):
+        # PEFT saves an adapter of any other name than "default" into a folder of that name.
+        inner = [name for name in sorted(os.listdir(folder)) if os.path.isdir(os.path.join(folder, name))]
+        inner = [os.path.join(name, file) for name in inner for file in _files(os.path.join(folder, name))]
+        weights = [name for name in [*names, *inner] if _is_weights(os.path.basename(name))]
+        if not sharded and not weights:
             raise TornCheckpointError("it has no weights")
-        if not sharded and any(TORCH_FILES.fullmatch(name) for name in names):
-            missing = {OPTIMIZER, SCHEDULER} - names
-            if missing:
-                raise TornCheckpointError(f"it has no `{min(missing)}`")
-        for name in sorted(names):
+        run_files = [name for name in names if RUN_FILES.fullmatch(name)]
+        for name in (OPTIMIZER, SCHEDULER):
+            if run_files and name not in names and not sharded:
+                raise TornCheckpointError(f"it has no `{name}`")
+        for name in [LAST_FILE, *weights, *run_files]:
             _check_file(os.path.join(folder, name), name)
-        if WEIGHTS_INDEX in names:
-            _check_shards(os.path.join(folder, WEIGHTS_INDEX), names)
+        for name in INDEX_FILES:
+            if name in names:
+                _check_shards(os.path.join(folder, name), name, names)
     except TornCheckpointError as fault:
         return str(fault)
     return None
+
+
+def _files(folder: str) -> list[str]:
+    return [name for name in sorted(os.listdir(folder)) if os.path.isfile(os.path.join(folder, name))]
+
+
+def _is_weights(name: str) -> bool:
+    return bool(SAFETENSORS.fullmatch(name) or PICKLES.fullmatch(name))
 
 
 def _own_fault(folder: str) -> str | None:
@@ -112,11 +126,12 @@ def _own_fault(folder: str) -> str | None:
     """
     try:
         read_kl_state(folder)
-        for entry in os.scandir(folder):
-            if entry.name in OWN_JSON:
-                read_json(entry.path)
-            elif entry.is_file() and entry.name.endswith(".safetensors"):
-                _check_safetensors(entry.path, entry.name)
+        for name in _files(folder):
+            path = os.path.join(folder, name)
+            if name in OWN_JSON:
+                read_json(path)
+            elif name.endswith(".safetensors"):
+                _check_safetensors(path, name)
     except (ValueError, TornCheckpointError) as error:
         return str(error).removeprefix("Cannot resume: ")
     return None
@@ -127,9 +142,9 @@ def _check_file(path: str, name: str) -> None:
         state = _read_json(path, name)
         if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
             raise TornCheckpointError(f"its `{name}` has no step")
-    elif WEIGHT_FILES.fullmatch(name):
+    elif name.endswith(".safetensors"):
         _check_safetensors(path, name)
-    elif TORCH_FILES.fullmatch(name):
+    else:
         # A zip file ends with its table of contents.
         try:
             with zipfile.ZipFile(path) as archive:
@@ -174,11 +189,12 @@ def _check_safetensors(path: str, name: str) -> None:
         raise TornCheckpointError(f"its `{name}` is torn ({error})") from error
 
 
-def _check_shards(path: str, names: set[str]) -> None:
-    index = _read_json(path, WEIGHTS_INDEX)
+def _check_shards(path: str, name: str, names: list[str]) -> None:
+    index = _read_json(path, name)
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict):
-        raise TornCheckpointError(f"its `{WEIGHTS_INDEX}` lists no weights")
-    missing = sorted(str(shard) for shard in set(map(str, shards.values())) - names)
+        raise TornCheckpointError(f"its `{name}` lists no weights")
+    # A name that leaves the folder is not among its files.
+    missing = sorted(set(map(str, shards.values())) - set(names))
     if missing:
         raise TornCheckpointError(f"it has no `{missing[0]}`")
