@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 CONSTRAINTS := .ci/constraints.txt
 # One test process per core: each of them computes on one thread.
 WORKERS ?= auto
-SOURCES := trl_klx recipes benchmarks tests
+SOURCES := trl_klx recipes benchmarks tests docs
 BENCHMARKS := scans reference_memory robustness estimators overhead ppo soak
 OLDEST_TRL := 1.14.2
 OLDEST := $(VENV)/oldest-trl

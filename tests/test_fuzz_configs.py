@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from transformers import Qwen2ForCausalLM
 
 from tiny import build_model, build_trainer, lora, trained_lora, weights
 from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
@@ -91,6 +92,8 @@ TRAINERS = {
 def places(tmp_path_factory):
     folder = tmp_path_factory.mktemp("configs")
     trained_lora(2, scale=0.1).save_pretrained(folder / "adapter")
+    # TRL loads a reference of its own, where `beta` asks for one, from where the policy came from.
+    build_model().save_pretrained(folder / "base")
     return folder
 
 
@@ -142,7 +145,9 @@ def test_each_draw_is_refused_or_trains(kind, places):
             settings_["kl_ref_adapter_path"] = str(places / fields["kl_ref_adapter_path"].strip("{}"))
         output = places / "run"
         shutil.rmtree(output, ignore_errors=True)
-        model = trained_lora(1, scale=0.1) if policy == "trained adapter" else build_model()
+        model = Qwen2ForCausalLM.from_pretrained(places / "base")
+        if policy == "trained adapter":
+            model = trained_lora(1, model=model, scale=0.1)
         extras = {"peft_config": lora()} if policy == "fresh adapter" else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

