@@ -94,7 +94,9 @@ def test_two_processes_do_what_one_does(name, ranks, tmp_path):
             names = [n for n in expected if n == "loss" or n.startswith(("klx/", "ppo/"))]
             assert len(names) >= 12
             for metric in names:
-                assert entry[metric] == pytest.approx(expected[metric], abs=1e-5), metric
+                # The error is the KL over the target: what is 1e-5 nats there, is so many times more here.
+                tolerance = 1e-5 / expected["klx/target"] if metric == "klx/error" else 1e-5
+                assert entry[metric] == pytest.approx(expected[metric], abs=tolerance), metric
     # Some completions had no score, on the one process or on the other.
     assert alone["scaling"]["count"] < 24
 

@@ -195,7 +195,7 @@ def main(name: str, folder: Path) -> dict:
         "num_processes": trainer.accelerator.num_processes,
         "distributed_type": trainer.accelerator.distributed_type.value,
         "dtype": str(next(watch.model.parameters()).dtype),
-        "logged_kl": logged(trainer, "klx/kl"),
+        "logged_kl": logged(trainer, "klx/kl_k1"),
         # The same from plain models and vLLM's completions.
         "kl": kl,
         # Of each rollout: how far vLLM's log-probs are from the policy's, and from the reference's.

@@ -72,8 +72,8 @@ def test_vllm_has_the_policy_and_not_the_reference(name, runs):
     # Once before each rollout, and once more after training: every weight of the policy, and no other name.
     assert len(result["syncs"]) == STEPS + 1
     assert all(sorted(sent) == sorted(result["names"]) for sent in result["syncs"])
-    # The reference stayed what it was.
-    assert result["logps_apart"]["reference_now"] == result["logps_apart"]["reference"]
+    # The reference stayed what it was, but for the rounding of TRL merging the adapter and taking it out again.
+    assert result["logps_apart"]["reference_now"] == pytest.approx(result["logps_apart"]["reference"], abs=1e-5)
     assert result["weights_apart"]["reference_now"] == result["weights_apart"]["reference"]
     # vLLM's weights are the policy's, to the rounding of bfloat16, and so are its log-probs.
     to_policy, to_reference = result["weights_apart"]["policy"], result["weights_apart"]["reference"]
