@@ -176,6 +176,7 @@ def draw(results: dict[str, dict[str, list[dict]]], path: Path) -> bool:
         row[0].set(title=f"{task}: KL (nats per sequence)", yscale="log", ylim=(target / 20, None), xlabel="batch")
         row[1].set(title="coefficient", yscale="log", xlabel="batch")
         row[2].set(title="reward against KL (second half)", xscale="log", xlabel="KL")
+        row[2].minorticks_off()
         row[0].legend(fontsize=7)
         row[2].legend(fontsize=7)
     figure.savefig(path, dpi=110)
