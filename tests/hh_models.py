@@ -11,6 +11,17 @@ from tiny import WORDS
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
+# What every run of a recipe in a test is given.
+ON_CPU = [
+    "--use_cpu",
+    "--bf16=False",
+    "--gradient_checkpointing=False",
+    "--report_to=none",
+    "--save_strategy=no",
+    "--logging_steps=1",
+    "--learning_rate=0.01",
+    "--eval_prompts=4",
+]
 
 
 def dialogue(index: int) -> dict[str, str]:

@@ -9,24 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from test_fuzz_state import changed, damaged_bytes, damaged_header
+from test_fuzz_state import FUZZ, changed, damaged_bytes, damaged_header
 from tiny import trained_lora
 from trl_klx.adapters import REFERENCE_ADAPTER, adapter_active, hash_tensors, load_reference_adapter
 
 
-DRAWS = int(os.environ.get("KLX_FUZZ_DRAWS", "15"))
-FUZZ = settings(
-    max_examples=DRAWS,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize="KLX_FUZZ_DRAWS" not in os.environ,
-    database=None,
-    phases=[Phase.generate],
-)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TOKENS = torch.tensor([[5, 6, 7, 8]])
 

@@ -11,23 +11,16 @@ import compare_controllers
 import kl_lab
 import sweep_kl_coef
 from compare_controllers import Outcome, judge, parse_controller
-from hh_models import RECIPES, dialogue, save_models
+from hh_models import ON_CPU, RECIPES, dialogue, save_models
 from trl_klx import KLXPPOConfig, KLXRLOOConfig
 
 
 FAST = [
-    "--use_cpu",
-    "--bf16=False",
-    "--gradient_checkpointing=False",
-    "--report_to=none",
-    "--save_strategy=no",
-    "--logging_steps=1",
+    *ON_CPU,
     "--max_steps=3",
     "--per_device_train_batch_size=8",
     "--num_generations=2",
     "--max_completion_length=5",
-    "--learning_rate=0.01",
-    "--eval_prompts=4",
 ]
 
 

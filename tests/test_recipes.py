@@ -13,25 +13,18 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import hh_report
 import ppo_hh
-from hh_models import RECIPES, ROOT, dialogue, save_models
+from hh_models import ON_CPU, RECIPES, ROOT, dialogue, save_models
 from tiny import WORDS, build_tokenizer
 
 
 ASSETS = Path(os.environ.get("KLX_ASSETS", ROOT.parent / "shared" / "assets"))
 FAST = [
-    "--use_cpu",
-    "--bf16=False",
-    "--gradient_checkpointing=False",
-    "--report_to=none",
-    "--save_strategy=no",
+    *ON_CPU,
     "--disable_tqdm=True",
-    "--logging_steps=1",
     "--max_steps=2",
     "--num_ppo_epochs=1",
     "--per_device_train_batch_size=4",
     "--max_completion_length=6",
-    "--learning_rate=0.01",
-    "--eval_prompts=4",
 ]
 
 
