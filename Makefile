@@ -45,7 +45,7 @@ nightly: $(STAMP)
 	KLX_FUZZ_DRAWS=400 $(BIN)/python -m pytest -q -s --timeout 3600 tests/test_fuzz_*.py
 
 test-engines: $(STAMP)
-	$(BIN)/python -m pytest -q -s -m engines
+	KLX_ENGINE_CASES=all $(BIN)/python -m pytest -q -s -m engines
 
 # A rebuild of vLLM for CPUs, by a third party: for this test alone, in an environment of its own. It takes an older
 # transformers than the constraints name, so that not all of them can hold there.

@@ -1,6 +1,7 @@
 """The installed `trl-klx`, run as a user runs it."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,5 +20,11 @@ def command(*arguments, cwd=None, **env) -> subprocess.CompletedProcess:
 def start(*arguments, cwd=None) -> subprocess.Popen:
     """Start the command, and let it run."""
     return subprocess.Popen(
-        [COMMAND, *map(str, arguments)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [COMMAND, *map(str, arguments)],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Where the tests run in the background, Ctrl-C is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

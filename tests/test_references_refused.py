@@ -5,9 +5,11 @@ import json
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2ForCausalLM
 
@@ -201,6 +203,21 @@ def test_a_second_trainer_on_the_same_policy(tmp_path):
     run(tmp_path, model=policy, **PENALTY, kl_penalty_reference_step=0, train=False)
     message = refusal(tmp_path, model=policy, kl_penalty_reference_step=0)
     assert "already has an adapter 'klx_ref'" in message and "delete_adapter('klx_ref')" in message
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"kl_ref_lag": 2}, "`kl_ref_lag=2` cannot be used with FSDP version 1.*a reference that stands still"),
+        ({"kl_ref_sync_steps": 2}, "`kl_ref_sync_steps=2` cannot be used"),
+        ({"kl_statistic": "full"}, "`kl_statistic='full'` cannot be used.*or choose `kl_statistic='k3'`"),
+    ],
+)
+def test_what_fsdp1_cannot_do(fields, message, tmp_path, monkeypatch):
+    # It cannot be had without a GPU, so that only its version is there.
+    monkeypatch.setattr(AcceleratorState, "fsdp_plugin", SimpleNamespace(fsdp_version=1), raising=False)
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, train=False, **fields)
 
 
 # ---- Full models of every kind ----

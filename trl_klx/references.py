@@ -286,13 +286,13 @@ def _check_engine(args: KLXConfigMixin, accelerator: Accelerator, moving: bool) 
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or plugin.fsdp_version != 1:
         return
-    exact = args.kl_needs_full
+    exact = next((name for name in ("kl_estimator", "kl_statistic") if getattr(args, name) == "full"), None)
     if moving or exact:
-        name = "kl_ref_lag" if args.kl_ref_lag is not None else "kl_estimator" if exact else "kl_ref_sync_steps"
+        name = "kl_ref_lag" if args.kl_ref_lag is not None else exact or "kl_ref_sync_steps"
         raise ValueError(
             f"`{name}={getattr(args, name)!r}` cannot be used with FSDP version 1, which flattens the weights that it needs "
             "one by one. Set `fsdp_version: 2` in the config file of `accelerate launch`, or "
-            + ("choose `kl_estimator='k3'`." if name == "kl_estimator" else "choose a reference that stands still.")
+            + (f"choose `{name}='k3'`." if name == exact else "choose a reference that stands still.")
         )
 
 

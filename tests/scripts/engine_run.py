@@ -92,21 +92,9 @@ def load_beside() -> float:
     return max((loaded[name] - weight).abs().max().item() for name, weight in saved.items())
 
 
-def refusals() -> dict[str, str]:
-    """What is said of settings that this engine cannot do."""
-    said = {}
-    os.environ["FSDP_VERSION"] = "1"
-    for name in ("grpo-lora-lag", "grpo-lora-sync", "grpo-full-base-exact"):
-        try:
-            build(name)
-        except ValueError as error:
-            said[name] = str(error)
-    return said
-
-
 results = {}
 for name in sys.argv[4:]:
     results[name] = run(name)
     gc.collect()
-report = {"cases": results, "beside": load_beside(), "refusals": refusals() if engine == "fsdp2" else {}}
+report = {"cases": results, "beside": load_beside()}
 (output / f"rank{rank}.json").write_text(json.dumps(report))

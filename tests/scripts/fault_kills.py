@@ -87,8 +87,11 @@ def ends(child: int) -> str:
     return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
 
 
-def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: int, delay: float) -> None:
-    """Start a run and kill it `delay` seconds after it enters a phase with `step` steps done."""
+def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: int, delay: float) -> bool:
+    """
+    Start a run and kill it `delay` seconds after it enters a phase with `step` steps done. Returns whether it was still
+    running then.
+    """
     reader, writer = os.pipe()
 
     def train():
@@ -109,7 +112,7 @@ def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: i
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)
     os.close(reader)
-    assert ends(child) == "signal 9", "the run ended before it was killed"
+    return ends(child) == "signal 9"
 
 
 def train_whole(trainer: str, run: str, folder: Path, adapter: str, whole: Path) -> None:
@@ -182,7 +185,10 @@ def main() -> None:
                 step = draw.randrange(every, last)
             length = torch.load(whole, weights_only=False)["lengths"][phase]
             delay = draw.uniform(0.0, 0.9) * length
-            kill(trainer, run, folder, adapter, phase, step, delay)
+            # Lengths were measured once, and the machine may have become faster since.
+            while not kill(trainer, run, folder, adapter, phase, step, delay):
+                shutil.rmtree(folder)
+                delay /= 4
             left = sorted(path.name for path in folder.glob("checkpoint-*"))
             report.unlink(missing_ok=True)
             end = ends(in_child(partial(resume, trainer, run, folder, adapter, whole, report)))
