@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2ForCausalLM
 
@@ -28,8 +27,9 @@ from reference_checks import (
     trained_policy,
 )
 from tiny import build_model, lora
+from trl_klx import KLXGRPOConfig
 from trl_klx.adapters import REFERENCE_ADAPTER, hash_tensors
-from trl_klx.references import fingerprint, saved_steps
+from trl_klx.references import _check_engine, fingerprint, saved_steps
 
 
 @pytest.fixture(scope="module")
@@ -213,11 +213,12 @@ def test_a_second_trainer_on_the_same_policy(tmp_path):
         ({"kl_statistic": "full"}, "`kl_statistic='full'` cannot be used.*or choose `kl_statistic='k3'`"),
     ],
 )
-def test_what_fsdp1_cannot_do(fields, message, tmp_path, monkeypatch):
+def test_what_fsdp1_cannot_do(fields, message, tmp_path):
     # It cannot be had without a GPU, so that only its version is there.
-    monkeypatch.setattr(AcceleratorState, "fsdp_plugin", SimpleNamespace(fsdp_version=1), raising=False)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
+    args = KLXGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, kl_penalty_coef=0.1, **fields)
     with pytest.raises(ValueError, match=message):
-        run(tmp_path, train=False, **fields)
+        _check_engine(args, accelerator, moving="kl_statistic" not in fields)
 
 
 # ---- Full models of every kind ----
