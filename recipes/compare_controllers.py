@@ -23,19 +23,18 @@ from statistics import fmean
 
 from accelerate import PartialState
 
+from hh_report import load_pyplot
 from kl_lab import (
     LabArguments,
     Setting,
     average,
     by_label,
-    exit_on_user_error,
-    load_pyplot,
     parse,
     run_all,
     tail,
     with_defaults,
 )
-from ppo_hh import say
+from ppo_hh import exit_on_user_error, say
 from trl_klx.registry import list_kl_controllers
 from trl_klx.tracking import relative_rms_error, steps_to_settle
 

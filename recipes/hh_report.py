@@ -187,17 +187,25 @@ def write_report(
     (folder / "report.json").write_text(json.dumps(content, indent=2))
 
 
+def load_pyplot():
+    """Matplotlib's pyplot, or `None` where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def draw_report(
     path: Path, history: Sequence[dict], perplexities: Sequence[tuple[int, float]], target: float | None
 ) -> bool:
     """Draw the curves of reward, KL and target, coefficient and perplexity. Returns whether matplotlib was there."""
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = load_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6.5), constrained_layout=True)
     curves = (
         (axes[0][0], "reward", "reward"),

@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -251,23 +250,3 @@ def by_label(records: Sequence[dict]) -> dict[str, list[dict]]:
     for record in records:
         groups.setdefault(record["label"], []).append(record)
     return groups
-
-
-def load_pyplot():
-    """Matplotlib's pyplot, or `None` where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def exit_on_user_error(main: Callable[[list[str]], None]) -> None:
-    """Run a script. What is wrong with the arguments is one line, without a traceback."""
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        sys.exit(f"error: {error}")

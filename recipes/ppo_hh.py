@@ -21,6 +21,7 @@ accelerate launch recipes/ppo_hh.py \
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -304,8 +305,13 @@ def parse(arguments: list[str]) -> tuple[HHScriptArguments, KLXPPOConfig, ModelC
     return parser.parse_args_and_config(arguments)
 
 
-if __name__ == "__main__":
+def exit_on_user_error(main: Callable[[list[str]], None]) -> None:
+    """Run a script. What is wrong with the arguments is one line, without a traceback."""
     try:
-        main(*parse(sys.argv[1:]))
+        main(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    exit_on_user_error(lambda arguments: main(*parse(arguments)))

@@ -21,17 +21,16 @@ from statistics import fmean
 
 from accelerate import PartialState
 
+from hh_report import load_pyplot
 from kl_lab import (
     LabArguments,
     Setting,
     by_label,
-    exit_on_user_error,
-    load_pyplot,
     parse,
     run_all,
     with_defaults,
 )
-from ppo_hh import say
+from ppo_hh import exit_on_user_error, say
 
 
 DEFAULT_CONFIG = Path(__file__).with_name("sweep_kl_coef.yaml")

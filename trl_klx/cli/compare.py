@@ -10,17 +10,14 @@ Compare runs in a table.
 A target counts as held when the mean KL of the last quarter is within 20% of it.
 """
 
-import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..tracking import SETTLED_BAND, relative_rms_error
 from .console import number, table
 from .runs import Run, last_quarter, mean, read_runs
-
-
-TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class Summary:
         if self.target is None:
             return "no target" + unfinished
         off = self.kl / self.target - 1.0
-        if abs(off) <= TOLERANCE:
+        if abs(off) <= SETTLED_BAND:
             return f"held ({off:+.0%})" + unfinished
         words = f"{'above' if off > 0 else 'below'} target ({off:+.0%})"
         if self.saturated:
@@ -92,14 +89,13 @@ def summarise(one: Run) -> Summary:
     kls = one.values(one.kl_key) if one.kl_key else []
     target = one.target if one.kl_key == "klx/kl" else None
     late = last_quarter(kls) if kls else []
-    errors = [kl / target - 1.0 for kl in late] if target else []
     return Summary(
         run=one,
         reward=rewards[-1] if rewards else None,
         late_reward=mean(last_quarter(rewards)) if rewards else None,
         kl=mean(late),
         target=target,
-        rms_error=math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else None,
+        rms_error=relative_rms_error(late, target) if late and target else None,
         peak=max(kls) / target if target else None,
         coef=coefs[-1] if coefs else None,
         saturated=(mean(last_quarter(one.values("klx/saturated"))) or 0.0) > 0.5,
