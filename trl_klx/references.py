@@ -255,7 +255,10 @@ def resolve_reference(args: KLXConfigMixin, policy: nn.Module, accelerator: Acce
             copy_trained_adapter(policy)
             return AdapterReference(policy, REFERENCE_ADAPTER, {"kind": kind}, mover)
         if path is not None:
-            identity = {"kind": "adapter", "path": path, "hash": load_reference_adapter(policy, path)}
+            try:
+                identity = {"kind": "adapter", "path": path, "hash": load_reference_adapter(policy, path)}
+            except ValueError as error:
+                raise ValueError(f"`kl_ref_adapter_path` cannot be served. {error}") from error
         elif checkpoint is not None:
             identity = {"kind": "step", "step": step, "hash": _load_adapter(policy, checkpoint)}
         elif step == 0:

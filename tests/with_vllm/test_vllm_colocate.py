@@ -72,7 +72,7 @@ def test_vllm_has_the_policy_and_not_the_reference(name, runs):
     # Once before each rollout, and once more after training: every weight of the policy, and no other name.
     assert len(result["syncs"]) == STEPS + 1
     assert all(sorted(sent) == sorted(result["names"]) for sent in result["syncs"])
-    # The reference stayed what it was, but for the rounding of TRL merging the adapter and taking it out again.
+    # The reference stayed what it was; TRL merges the policy's adapter into the shared weights and takes it out again.
     assert result["logps_apart"]["reference_now"] == pytest.approx(result["logps_apart"]["reference"], abs=1e-5)
     assert result["weights_apart"]["reference_now"] == result["weights_apart"]["reference"]
     # vLLM's weights are the policy's, to the rounding of bfloat16, and so are its log-probs.
