@@ -120,10 +120,18 @@ class RecordingPPOTrainer(KLXPPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         now = self.now() | {"mode": "train" if self.model.training else "eval"}
+        self.rollouts.append(now)
         batch = super()._generate_and_score_completions(inputs)
         batch["row"] = torch.arange(len(batch["completion_ids"]))
-        self.rollouts.append(now | batch | {"rewards": self._ppo_rewards_per_func.clone()})
+        self.rollouts[-1] |= batch | {"rewards": self._ppo_rewards_per_func.clone()}
         return batch
+
+    def _ppo_estimate(self, batch, values):
+        super()._ppo_estimate(batch, values)
+        if "row" in batch:  # in the loss, where the rows have been shuffled
+            order = batch["row"].argsort()
+            estimated = {name: batch[name] for name in ("advantages", "ppo_values", "ppo_returns", "ppo_mask")}
+            self.rollouts[-1] |= {name: tensor[order] for name, tensor in estimated.items()}
 
     def _compute_loss(self, model, inputs):
         now = self.now()

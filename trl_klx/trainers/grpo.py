@@ -55,11 +55,10 @@ class KLXGRPOTrainer(KLXTrainerMixin, GRPOTrainer):
         return rollout.reference.logps
 
     def _compute_loss(self, model, inputs):
-        if self.kl_reference is None:
-            return super()._compute_loss(model, inputs)
         inputs = dict(inputs)  # TRL may use the buffered batch again, with its own advantages
-        coef = self._klx_rollouts[self._klx_mode].coef
-        host_term = self._klx_host_term(coef) if self._klx_penalises == "loss" else nullcontext()
+        host_term = nullcontext()
+        if self._klx_penalises == "loss":
+            host_term = self._klx_host_term(self._klx_rollouts[self._klx_mode].coef)
         with self._klx_tapped(lambda scored: self._klx_measure_in_loss(inputs, scored)), host_term:
             return super()._compute_loss(model, inputs)
 

@@ -255,15 +255,22 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
 
     def _calculate_rewards(self, *args, **kwargs):
         rewards = super()._calculate_rewards(*args, **kwargs)  # of all processes
-        if rewards.isinf().any():
-            # One step on it would leave no weight finite.
-            warnings.warn("An infinite reward is left out, as if the reward function had returned None.", stacklevel=2)
-            rewards = rewards.masked_fill(rewards.isinf(), torch.nan)
-        self._ppo_rewards_per_func = rewards
-        return rewards
+        infinite = rewards.isinf()
+        self._ppo_metrics[self._klx_mode].add_mean("infinite_rewards", infinite.sum(), infinite.new_ones(()))
+        # One step on an infinite reward would leave no weight finite.
+        self._ppo_rewards_per_func = rewards.masked_fill(infinite, torch.nan)
+        return self._ppo_rewards_per_func
+
+    @property
+    def _ppo_in_one_pass(self) -> bool:
+        """
+        Whether the whole rollout goes through the loss at once and only once. Its forward then gives what would have to be
+        scored at generation otherwise: old log-probs, values, and the KL.
+        """
+        return self._klx_mode == "eval" or self.args.steps_per_generation * self.args.num_ppo_epochs == 1
 
     def _klx_score_batch(self, batch: dict, rollout) -> None:
-        if rollout.policy is None:
+        if rollout.policy is None and not self._ppo_in_one_pass:
             rollout.policy = self._klx_score_policy(*self._klx_forward_arguments(batch))
         super()._klx_score_batch(batch, rollout)
 
@@ -281,16 +288,21 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         self._ppo_values = None
         batch = super()._generate_and_score_completions(inputs)
-        if self._ppo_values is None:
+        scores, scorable = self._ppo_score(batch)
+        # TRL shuffles a batch before the loss.
+        rows = torch.arange(len(scores), device=scores.device)
+        batch |= {"ppo_scores": scores, "ppo_scorable": scorable, "ppo_rows": rows}
+        if self._ppo_values is None and not self._ppo_in_one_pass:
             self._klx_score_policy(*self._klx_forward_arguments(batch))
-        with torch.no_grad():
+        if self._ppo_values is not None:
             self._ppo_estimate(batch, self._ppo_values)
         return batch
 
+    @torch.no_grad()
     def _ppo_estimate(self, batch: dict, values: torch.Tensor) -> None:
-        """Scores, rewards, advantages and returns of a rollout."""
+        """Rewards, advantages and returns of a rollout."""
         mode, args = self._klx_mode, self.args
-        scores, scorable = self._ppo_score(batch)
+        scores, scorable, rows = batch.pop("ppo_scores"), batch.pop("ppo_scorable"), batch.pop("ppo_rows")
         mask = self._klx_mask(batch) * scorable.unsqueeze(1)
         penalty = batch.pop("klx_per_token_kl", torch.zeros_like(values))
         rewards = shape_rewards(scores, penalty, mask, 1.0)  # (B, T)
@@ -307,14 +319,14 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         metrics.add_mean("score", (scores * scorable).sum(), count)
         metrics.add_mean("non_score_reward", (non_score * scorable).sum(), count)
         metrics.add_returns(values, returns, mask)
-        self._ppo_correct_logs(mode, advantages, mask)
+        self._ppo_correct_logs(mode, sequence_means(advantages, mask).squeeze(1)[rows.argsort()])
 
-    def _ppo_correct_logs(self, mode: str, advantages: torch.Tensor, mask: torch.Tensor) -> None:
-        """Put PPO's advantages in the place of those of groups in what TRL logs."""
+    def _ppo_correct_logs(self, mode: str, advantages: torch.Tensor) -> None:
+        """Put PPO's advantages, one of each completion, in the place of those of groups in what TRL logs."""
         # How many groups have no spread says nothing about PPO.
         self._metrics[mode].pop("frac_reward_zero_std", None)
         if self.log_completions:
-            means = gather(sequence_means(advantages, mask).squeeze(1)).tolist()
+            means = gather(advantages).tolist()
             logged = self._logs["advantages"]
             for _ in range(min(len(means), len(logged))):
                 logged.pop()
@@ -350,8 +362,15 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
 
     # ---- Loss ----
 
+    def _klx_measure_in_loss(self, batch: dict, policy: Scored) -> None:
+        super()._klx_measure_in_loss(batch, policy)
+        if "ppo_mask" not in batch:
+            self._ppo_estimate(batch, self._ppo_values.detach())
+        self._ppo_batch = batch
+
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
+        inputs, self._ppo_batch = self._ppo_batch, None
         mode, mask = self._klx_mode, inputs["ppo_mask"]
         value_loss, clipped = clipped_value_loss(
             self._ppo_values, inputs["ppo_values"], inputs["ppo_returns"], mask, self.args.cliprange_value
@@ -374,7 +393,11 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
 
     def log(self, logs, start_time=None):
         mode = self._klx_mode
-        for name, value in self._ppo_metrics[mode].pop(self.accelerator).items():
+        metrics = self._ppo_metrics[mode].pop(self.accelerator)
+        # Said here, where the numbers are waited for anyway.
+        if metrics.pop("infinite_rewards", 0.0) > 0:
+            warnings.warn("Infinite rewards are left out, as if the reward function had returned None.", stacklevel=2)
+        for name, value in metrics.items():
             self._metrics[mode][f"ppo/{name}"].append(value)
         super().log(logs, start_time)
 

@@ -1,0 +1,88 @@
+"""A rollout that goes through the loss at once and only once: nothing but the loss's forward scores the policy."""
+
+import pytest
+import torch
+
+from ppo_checks import check_losses, record
+from test_forward_budget import count_rows
+from tiny import build_dataset, build_model, logged, weights
+from tiny_ppo import build_scorer, completion_of, train_ppo
+
+
+ONE_PASS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "num_mini_batches": 1,
+    "num_ppo_epochs": 1,
+    "max_steps": 3,
+}
+
+
+def scripted(prompts, trainer):
+    return {
+        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+        "completion_ids": [completion_of(prompt) for prompt in prompts],
+        "logprobs": None,
+    }
+
+
+@pytest.mark.parametrize("coef", [0.2, 0.0], ids=["penalised", "off"])
+@pytest.mark.parametrize("owner", ["head", "model"])
+def test_losses_are_those_of_the_plain_loops(owner, coef, tmp_path):
+    value_model = build_scorer(seed=3) if owner == "model" else None
+    trainer = record(tmp_path, kl_penalty_coef=coef, extras={"value_model": value_model}, **ONE_PASS)
+    assert len(trainer.rollouts) == len(trainer.losses) == 3
+    check_losses(trainer, build_model(), value_model=build_scorer() if owner == "model" else None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "passes"),
+    [({}, 1), ({"num_ppo_epochs": 2, "max_steps": 6}, 3), ({"gradient_accumulation_steps": 2}, 2)],
+    ids=["one pass", "two epochs", "two micro-batches"],
+)
+def test_how_often_the_policy_is_scored(fields, passes, tmp_path):
+    trainers = []
+
+    def watched(prompts, trainer):
+        if not trainers:
+            trainers.append(trainer)
+            trainer.rows = count_rows(trainer)
+        return scripted(prompts, trainer)
+
+    settings = ONE_PASS | fields
+    trainer = train_ppo(tmp_path, kl_penalty_coef=0.2, extras={"rollout_func": watched}, **settings)
+    completions = 3 * 4 * settings["gradient_accumulation_steps"]
+    assert trainer.rows == {"policy": passes * completions, "reference": completions}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"kl_placement": "advantage"},
+        {"kl_placement": "advantage", "kl_centering": "microbatch"},
+        {"kl_placement": "loss"},
+        {"kl_statistic": "full"},
+        {"reward_scaling": "running", "whiten_rewards": True},
+        {"kl_penalty_coef": 0.0, "kl_monitor": True},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())) or "reward",
+)
+def test_scoring_at_generation_would_change_nothing(fields, tmp_path, monkeypatch):
+    def train(folder):
+        settings = ONE_PASS | {"kl_penalty_coef": 0.2, "kl_controller": "pid", "kl_target": 0.1} | fields
+        if settings["kl_penalty_coef"] == 0.0:
+            del settings["kl_controller"], settings["kl_target"]
+        settings |= {"log_completions": True, "eval_strategy": "steps", "eval_steps": 2}
+        return train_ppo(folder, extras={"eval_dataset": build_dataset()}, **settings)
+
+    late = train(tmp_path / "late")
+    monkeypatch.setattr(type(late), "_ppo_in_one_pass", False)
+    early = train(tmp_path / "early")
+    for name in ("loss", "klx/kl", "klx/coef", "ppo/score", "ppo/explained_variance", "eval_loss", "eval_klx/kl"):
+        assert logged(late, name) == pytest.approx(logged(early, name), rel=1e-4, abs=1e-6), name
+        assert logged(late, name)
+    if fields.get("kl_centering") != "microbatch":  # which is logged early without its adjustment
+        assert list(late._logs["advantages"]) == pytest.approx(list(early._logs["advantages"]), abs=1e-4)
+    for name, weight in weights(early).items():
+        torch.testing.assert_close(weights(late)[name], weight, atol=1e-4, rtol=1e-3)
