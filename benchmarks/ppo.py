@@ -96,7 +96,7 @@ def run_once(case: dict) -> None:
                 **common,
                 max_completion_length=tokens,
                 max_steps=rollouts * epochs,
-                generation_kwargs={"min_new_tokens": tokens},
+                generation_kwargs={"eos_token_id": vocabulary},  # none that can be sampled: the full length, as below
                 kl_penalty_coef=0.05,
                 **fields,
             )

@@ -1,7 +1,10 @@
 """A rollout that goes through the loss at once and only once: nothing but the loss's forward scores the policy."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from trl.trainer import utils as trl_utils
 
 from ppo_checks import check_losses, record
 from test_forward_budget import count_rows
@@ -86,3 +89,26 @@ def test_scoring_at_generation_would_change_nothing(fields, tmp_path, monkeypatc
         assert list(late._logs["advantages"]) == pytest.approx(list(early._logs["advantages"]), abs=1e-4)
     for name, weight in weights(early).items():
         torch.testing.assert_close(weights(late)[name], weight, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.skipif(not hasattr(trl_utils, "_ChunkedLogProbFunction"), reason="this TRL has no tiles of logits")
+def test_tiles_of_logits_are_narrow_on_a_cpu_and_give_the_same(tmp_path, monkeypatch):
+    model = build_model(vocab_size=1500)
+    widths, inner = [], trl_utils._ChunkedLogProbFunction
+
+    class Watched:
+        @staticmethod
+        def apply(*args):
+            widths.append(args[5])
+            return inner.apply(*args)
+
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Watched)
+    usual = trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    narrow = train_ppo(tmp_path, model=model, kl_penalty_coef=0.2, **ONE_PASS)
+    assert widths and set(widths) == {512} and trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE == usual
+    widths.clear()
+    monkeypatch.setattr("trl_klx.trainers.ppo.narrow_tiles", lambda device: nullcontext())
+    wide = train_ppo(tmp_path, model=build_model(vocab_size=1500), kl_penalty_coef=0.2, **ONE_PASS)
+    assert set(widths) == {usual}
+    assert logged(narrow, "loss") == pytest.approx(logged(wide, "loss"), rel=1e-4)
+    assert logged(narrow, "klx/kl") == pytest.approx(logged(wide, "klx/kl"), rel=1e-3, abs=1e-6)

@@ -39,12 +39,15 @@ def selector(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
     """
     if values.device.type != "cpu" or values.dtype != torch.float32 or not mask.numel():
         return mask.bool()
-    ones = (mask.bool() if mask.is_floating_point() else mask).to(torch.int32)
+    mask = mask.bool() if mask.is_floating_point() else mask
+    # A mask with zeros mostly ends in one. Where it does not, a look before the conversion pays.
+    if mask[:, -1].all() and all(bound == 1 for bound in mask.aminmax()):
+        return None
+    ones = mask.to(torch.int32)
     low, high = ones.aminmax()
     if low < 0 or high > 1:
         ones = mask.bool().to(torch.int32)
-        low = ones.amin()
-    return None if low == 1 else ones
+    return ones
 
 
 def select(values: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -113,7 +116,7 @@ def _suffix_sum(values: torch.Tensor, discount: float, out: torch.Tensor | None 
         # What a block passes to the one before it is again a discounted suffix sum, over block totals.
         starts = _suffix_sum(sums[:, 0].view(batch, n_blocks), discount**_BLOCK)  # (B, N)
         carry = F.pad(starts[:, 1:], (0, 1)).view(-1, 1)  # (B * N, 1)
-        sums.addmm_(carry, weights[-1:] * discount)
+        sums.addcmul_(carry, weights[-1:] * discount)
     sums = sums.view(batch, n_blocks * _BLOCK)[:, :length]
     return sums if out is None or fits else out.copy_(sums)
 

@@ -318,12 +318,13 @@ class PIDKLController(KLController):
 
     Near its reference, the KL of a policy grows with the square of the way it has gone. So the rule looks at the distance
     `x = sqrt(kl / target)`, which is 1 at the target, and at its speed `v` per update, both smoothed by a filter that
-    predicts (the measured KL of a batch is noisy). The speed it wants is in proportion to the way that is left,
-    `kp / kd * (1 - x)`, and at most half of the greatest speed the policy has shown: a policy that is slowed down early
-    tells how strong the penalty must be before it arrives, where momentum would carry it past the target. With
-    `e = gain * (v - wanted speed)`, limited to `±error_clip`:
+    predicts (the measured KL of a batch is noisy). The speed it wants falls with the way `w = 1 - x` that is left, as
+    `kp / kd * w * (1 + 4 / 3 * max(w, 0))`, and is at most half of the greatest speed the policy has shown: a policy that
+    is slowed down early tells how strong the penalty must be before it arrives, where momentum would carry it past the
+    target. With `e = gain * (v - wanted speed)`, limited to `±error_clip`:
 
-    `log coef = log init_coef + integral + e`, then the bounds; `integral += ki * (1 + 3 * abs(1 - x)) * e + trend`
+    `log coef = log init_coef + integral + e`, then the bounds; `integral += ki * (1 + 3 * abs(w)) * e + trend`, where
+    `3 * abs(w)` is left out while the policy is on its way and too slow
 
     As the policy learns, the coefficient that holds it changes, and a sum of errors alone would lag behind: `trend` is a
     slow mean of `2 * ki * e` near the target.
@@ -362,7 +363,7 @@ class PIDKLController(KLController):
     SPEED_AUTHORITY, SCATTER_AUTHORITY = 3.0, 1.0
     # Weight of the trend beside the sum of errors, the rate at which it forms, and how near the target it does.
     TREND_WEIGHT, TREND_RATE, TREND_RANGE = 2.0, 0.03, 0.25
-    APPROACH, SLOWEST, FARTHEST = 0.5, 0.02, 3.0
+    APPROACH, HURRY, SLOWEST, FARTHEST = 0.5, 4 / 3, 0.02, 3.0
 
     def __init__(
         self,
@@ -390,11 +391,14 @@ class PIDKLController(KLController):
         distance, state = self._follow(math.sqrt(kl / self.target))
         left = 1.0 - distance
         gain = min(self.kd, self.SPEED_AUTHORITY / state.top_speed, self.SCATTER_AUTHORITY / max(state.scatter, 1e-6))
-        wanted = min(max(self.kp / self.kd * left, -state.top_speed), self.APPROACH * state.top_speed)
+        hurry = 1.0 + self.HURRY * max(left, 0.0)
+        wanted = min(max(self.kp / self.kd * hurry * left, -state.top_speed), self.APPROACH * state.top_speed)
         error = min(max(gain * (state.speed - wanted), -self.error_clip), self.error_clip)
         push = self.TREND_WEIGHT * self.ki * error if abs(left) < self.TREND_RANGE else 0.0
         trend = state.trend + self.TREND_RATE * (push - state.trend)
-        integral = state.integral + self.ki * (1.0 + 3.0 * min(abs(left), 1.0)) * error + trend
+        # On the way, a coefficient that falls too far costs an overshoot, one that rises too far only some steps.
+        haste = 0.0 if left > 0 and error < 0 else 3.0 * min(abs(left), 1.0)
+        integral = state.integral + self.ki * (1.0 + haste) * error + trend
         log_coef = math.log(self.init_coef) + integral + error
         outward = (log_coef > math.log(self.max_coef) and error > 0) or (
             log_coef < math.log(self.min_coef) and error < 0

@@ -10,9 +10,14 @@ from accelerate.utils import is_peft_model, reduce
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional
+from trl.trainer import utils as trl_utils
 
 from .estimators import estimate_full_kl, estimate_kl
 from .sharding import is_sharded, join_parts
+
+
+# TRL's name for how many words of the vocabulary its LM head projects to at a time.
+_TILE_WIDTH = "_CHUNKED_LOGPROB_CHUNK_SIZE"
 
 
 @dataclass
@@ -51,6 +56,23 @@ def captured_hidden(model: nn.Module, logits_to_keep: int) -> Iterator[list[torc
         yield captured
     finally:
         handle.remove()
+
+
+@contextmanager
+def narrow_tiles(device: torch.device) -> Iterator[None]:
+    """
+    Let TRL's LM head work on narrower tiles of logits meanwhile. Its own, of up to 4096 tokens and 32768 words, suit its
+    kernel for GPUs. On a CPU, half a dozen tensors of such a size are most of the memory of a step, and far from any cache.
+    """
+    width = getattr(trl_utils, _TILE_WIDTH, None)
+    if width is None or device.type != "cpu":
+        yield
+        return
+    setattr(trl_utils, _TILE_WIDTH, min(width, 512))
+    try:
+        yield
+    finally:
+        setattr(trl_utils, _TILE_WIDTH, width)
 
 
 def lm_head(model: nn.Module, temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:

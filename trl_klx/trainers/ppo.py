@@ -16,7 +16,7 @@ from ..advantages import masked_moments, sequence_means, whiten_with_moments
 from ..gae import clipped_value_loss, compute_gae, shape_rewards
 from ..references import AdapterReference, KLReference, ModelReference, add_trl_lm_head, fingerprint
 from ..scaling import RewardScaler
-from ..scoring import Scored, causal_lm
+from ..scoring import Scored, causal_lm, narrow_tiles
 from ..stopping import generate_until, holds_text
 from ..values import ValueFunction, ValueHead, ValueModel, call_without_value, freeze_bottom_layers
 from .grpo import KLXGRPOTrainer
@@ -232,9 +232,11 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
     def _klx_forward(self, model, args: tuple, kwargs: dict) -> tuple[tuple, Scored]:
         if not torch.is_grad_enabled() and self.args.local_rollout_forward_batch_size is not None:
             kwargs = kwargs | {"batch_size": self.args.local_rollout_forward_batch_size}
+        tiles = narrow_tiles(self.accelerator.device)
         if self._ppo_scores_reference:
-            return super()._klx_forward(model, args, kwargs)
-        with self.value_function.recording(logits_to_keep=args[2]) as values:
+            with tiles:
+                return super()._klx_forward(model, args, kwargs)
+        with tiles, self.value_function.recording(logits_to_keep=args[2]) as values:
             output = super()._klx_forward(model, args, kwargs)
             if not values:
                 raise ValueError(
