@@ -130,10 +130,12 @@ def _full_kl_chunk(
     ref_hidden: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
     ref_head: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+    tokens: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     logps = F.log_softmax(head(hidden), dim=-1, dtype=torch.float32)  # (n, V)
     ref_logps = F.log_softmax(ref_head(ref_hidden), dim=-1, dtype=torch.float32)  # (n, V)
     check_same_shape(policy_logits=logps, reference_logits=ref_logps)
+    sampled = None if tokens is None else ref_logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # (n,)
     # Names are reused and dropped so that at most three (n, V) tensors are alive at once.
     log_ratio = logps - ref_logps
     del ref_logps
@@ -141,7 +143,7 @@ def _full_kl_chunk(
     del logps
     # 0 * log 0 is 0. Filling the log-ratio, rather than the product, keeps NaN out of the gradient too.
     log_ratio = log_ratio.masked_fill(probs == 0, 0.0).clamp(max=MAX_ABS_LOG_RATIO)
-    return (probs * log_ratio).sum(dim=-1).clamp(min=0.0)
+    return (probs * log_ratio).sum(dim=-1).clamp(min=0.0), sampled
 
 
 def estimate_full_kl(
@@ -174,6 +176,26 @@ def estimate_full_kl(
     Returns:
         `torch.Tensor`: KL in nats, fp32, never negative, shape `hidden.shape[:-1]`.
     """
+    return full_kl_and_reference_logps(hidden, ref_hidden, head, ref_head, None, chunk_size)[0]
+
+
+def full_kl_and_reference_logps(
+    hidden: torch.Tensor,
+    ref_hidden: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    ref_head: Callable[[torch.Tensor], torch.Tensor],
+    tokens: torch.Tensor | None,
+    chunk_size: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    [`estimate_full_kl`], and beside it the reference's log-probs of the tokens that were sampled, which it has at hand.
+
+    Args:
+        tokens (`torch.Tensor` or `None`):
+            Token sampled at each position, shape `hidden.shape[:-1]`; if `None`, no log-probs are returned.
+        hidden, ref_hidden, head, ref_head, chunk_size:
+            As in [`estimate_full_kl`].
+    """
     if hidden.ndim == 0 or ref_hidden.ndim == 0 or hidden.shape[:-1] != ref_hidden.shape[:-1]:
         raise ValueError(
             "The leading shapes of `hidden` and `ref_hidden` must be equal, but got "
@@ -181,21 +203,26 @@ def estimate_full_kl(
         )
     if chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, but got {chunk_size}.")
-    if hidden.shape[:-1].numel() == 0:
-        return hidden.new_zeros(hidden.shape[:-1], dtype=torch.float32)
+    shape = hidden.shape[:-1]
+    if shape.numel() == 0:
+        empty = hidden.new_zeros(shape, dtype=torch.float32)
+        return empty, None if tokens is None else empty
 
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    ref_flat = ref_hidden.reshape(-1, ref_hidden.shape[-1])
-    chunks: list[torch.Tensor] = []
-    for chunk, ref_chunk in zip(torch.split(flat, chunk_size), torch.split(ref_flat, chunk_size), strict=True):
+    flat = torch.split(hidden.reshape(-1, hidden.shape[-1]), chunk_size)
+    ref_flat = torch.split(ref_hidden.reshape(-1, ref_hidden.shape[-1]), chunk_size)
+    token_chunks = [None] * len(flat) if tokens is None else torch.split(tokens.reshape(-1), chunk_size)
+    kls: list[torch.Tensor] = []
+    logps: list[torch.Tensor] = []
+    for chunks in zip(flat, ref_flat, token_chunks, strict=True):
+        arguments = (chunks[0], chunks[1], head, ref_head, chunks[2])
         if torch.is_grad_enabled():
-            kl = checkpoint(
-                _full_kl_chunk, chunk, ref_chunk, head, ref_head, use_reentrant=False, preserve_rng_state=False
-            )
+            kl, sampled = checkpoint(_full_kl_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
-            kl = _full_kl_chunk(chunk, ref_chunk, head, ref_head)
-        chunks.append(kl)
-    return torch.cat(chunks).reshape(hidden.shape[:-1])
+            kl, sampled = _full_kl_chunk(*arguments)
+        kls.append(kl)
+        if sampled is not None:
+            logps.append(sampled)
+    return torch.cat(kls).reshape(shape), torch.cat(logps).reshape(shape) if logps else None
 
 
 def sum_kl_per_sequence(per_token_kl: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,30 +12,33 @@ from torch import nn
 from torch.nn import functional
 from trl.trainer import utils as trl_utils
 
-from .estimators import estimate_full_kl, estimate_kl
+from .estimators import estimate_kl, full_kl_and_reference_logps
 from .sharding import is_sharded, join_parts
 
 
-# TRL's name for how many words of the vocabulary its LM head projects to at a time.
-_TILE_WIDTH = "_CHUNKED_LOGPROB_CHUNK_SIZE"
+# TRL's names for what projects hidden states to log-probs, and for how many words of the vocabulary it does at a time.
+_PROJECTION, _TILE_WIDTH = "_ChunkedLogProbFunction", "_CHUNKED_LOGPROB_CHUNK_SIZE"
+CAN_SKIP_LM_HEAD = hasattr(trl_utils, _PROJECTION)
+# What the projection returns after the log-probs, where it is asked for.
+OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 @dataclass
 class Scored:
     """
     Attributes:
-        logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probs of the completion tokens, in fp32.
+        logps (`torch.Tensor` of shape `(B, T)` or `None`):
+            Log-probs of the completion tokens, in fp32; `None` if the pass ended before the LM head.
         hidden (`torch.Tensor` of shape `(B, T, H)` or `None`):
             Hidden states that predict the completion tokens, kept only for the `"full"` estimator.
     """
 
-    logps: torch.Tensor
+    logps: torch.Tensor | None
     hidden: torch.Tensor | None = None
 
     def detach(self) -> "Scored":
         hidden = None if self.hidden is None else self.hidden.detach()
-        return Scored(self.logps.detach().float(), hidden)
+        return Scored(None if self.logps is None else self.logps.detach().float(), hidden)
 
 
 def causal_lm(model: nn.Module) -> nn.Module:
@@ -59,20 +62,38 @@ def captured_hidden(model: nn.Module, logits_to_keep: int) -> Iterator[list[torc
 
 
 @contextmanager
-def narrow_tiles(device: torch.device) -> Iterator[None]:
+def _trl_with(name: str, value: object) -> Iterator[None]:
+    """Give a global of TRL's another value meanwhile, if it has it."""
+    kept = getattr(trl_utils, name, None)
+    if kept is not None:
+        setattr(trl_utils, name, value)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            setattr(trl_utils, name, kept)
+
+
+def narrow_tiles(device: torch.device) -> AbstractContextManager[None]:
     """
     Let TRL's LM head work on narrower tiles of logits meanwhile. Its own, of up to 4096 tokens and 32768 words, suit its
     kernel for GPUs. On a CPU, half a dozen tensors of such a size are most of the memory of a step, and far from any cache.
     """
-    width = getattr(trl_utils, _TILE_WIDTH, None)
-    if width is None or device.type != "cpu":
-        yield
-        return
-    setattr(trl_utils, _TILE_WIDTH, min(width, 512))
-    try:
-        yield
-    finally:
-        setattr(trl_utils, _TILE_WIDTH, width)
+    return _trl_with(_TILE_WIDTH, 512) if device.type == "cpu" else nullcontext()
+
+
+class _NoProjection:
+    """In the place of TRL's projection: all zeros."""
+
+    @staticmethod
+    def apply(hidden, *args):
+        zeros = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        return zeros, *(zeros if name in args[-1] else None for name in OPTIONAL_OUTPUTS)
+
+
+def no_lm_head() -> AbstractContextManager[None]:
+    """Stop TRL's forward passes at the last hidden states meanwhile; the log-probs that they return mean nothing."""
+    return _trl_with(_PROJECTION, _NoProjection)
 
 
 def lm_head(model: nn.Module, temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -141,16 +162,22 @@ def measure_kl(
     statistic: str,
     policy_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     reference_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Per-token KL three ways, each of shape `(B, T)`: by the estimator that is penalised, by that of the statistic, and
-    by `"k1"`. The heads are needed where one of them is `"full"`.
+    by `"k1"`. The heads are needed where one of them is `"full"`; `tokens` where the reference has no log-probs yet.
     """
+    full, reference_logps = None, reference.logps
+    if "full" in (estimator, statistic):
+        wanted = tokens if reference_logps is None else None
+        full, sampled = full_kl_and_reference_logps(
+            policy.hidden, reference.hidden, policy_head, reference_head, wanted
+        )
+        reference_logps = sampled if reference_logps is None else reference_logps
 
     @functools.cache
     def measure(kind: str) -> torch.Tensor:
-        if kind == "full":
-            return estimate_full_kl(policy.hidden, reference.hidden, policy_head, reference_head)
-        return estimate_kl(policy.logps, reference.logps, kind)
+        return full if kind == "full" else estimate_kl(policy.logps, reference_logps, kind)
 
     return measure(estimator), measure(statistic), measure("k1")

@@ -19,7 +19,7 @@ from ..diagnostics import DriftMonitor
 from ..estimators import kl_totals, wide_dtype
 from ..launching import check_launch
 from ..references import AdapterReference, KLReference, resolve_reference
-from ..scoring import Scored, captured_hidden, check_lm_head, lm_head, measure_kl
+from ..scoring import CAN_SKIP_LM_HEAD, Scored, captured_hidden, check_lm_head, lm_head, measure_kl, no_lm_head
 from .checkpointing import KLXCheckpointMixin
 from .completions import CompletionKLs
 
@@ -172,8 +172,11 @@ class KLXTrainerMixin(KLXCheckpointMixin):
             self._klx_tap = tap
         return output
 
-    def _klx_forward(self, model, args: tuple, kwargs: dict) -> tuple[tuple, Scored]:
-        """TRL's log-prob method, with the hidden states where the estimator needs them."""
+    def _klx_forward(self, model, args: tuple, kwargs: dict, check: bool = True) -> tuple[tuple, Scored]:
+        """
+        TRL's log-prob method, with the hidden states where the estimator needs them. The first of those are checked to be
+        what the log-probs come from.
+        """
         if self.kl_reference is None or not self.args.kl_needs_full:
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
             return output, Scored(output[0])
@@ -181,7 +184,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         with captured_hidden(self.accelerator.unwrap_model(model), logits_to_keep) as hidden:
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         scored = Scored(output[0], torch.cat(hidden))
-        if not self._klx_lm_head_checked:
+        if check and not self._klx_lm_head_checked:
             mask = args[1][:, -logits_to_keep:]
             with torch.no_grad():
                 model = self.accelerator.unwrap_model(model)
@@ -196,9 +199,14 @@ class KLXTrainerMixin(KLXCheckpointMixin):
             return self._klx_forward(self.model, args, kwargs)[1].detach()
 
     @torch.no_grad()
-    def _klx_score_reference(self, args: tuple, kwargs: dict) -> Scored:
-        with self.kl_reference.active() as model:
-            return self._klx_forward(model, args, kwargs)[1].detach()
+    def _klx_score_reference(self, args: tuple, kwargs: dict, logps: bool = True) -> Scored:
+        """The reference's forward. Without `logps` it ends before the LM head, where the exact KL goes through it anyway."""
+        # Precisions that differ between TRL's head and ours would make a difference of their own.
+        plain = self.accelerator.mixed_precision == "no" and not getattr(self.args, "cast_lm_head_to_fp32", False)
+        skip = not logps and self.args.kl_needs_full and CAN_SKIP_LM_HEAD and plain
+        with self.kl_reference.active() as model, no_lm_head() if skip else nullcontext():
+            scored = self._klx_forward(model, args, kwargs, check=not skip)[1].detach()
+        return Scored(None, scored.hidden) if skip else scored
 
     def _klx_forward_arguments(self, batch: dict) -> tuple[tuple, dict]:
         """Arguments of TRL's log-prob method for a whole generation batch, in chunks of TRL's own size."""
@@ -246,7 +254,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         """Measure the KL of a generation batch, or leave with it what the loss needs to do so."""
         arguments = self._klx_forward_arguments(batch)
         if rollout.reference is None:
-            rollout.reference = self._klx_score_reference(*arguments)
+            rollout.reference = self._klx_score_reference(*arguments, logps=self._klx_penalises == "loss")
         policy, reference = rollout.policy, rollout.reference
         micro_batches = self.args.steps_per_generation if self._klx_mode == "train" else 1
         centering = self.args.kl_centering if self._klx_penalises == "advantage" else "none"
@@ -255,7 +263,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         if centering == "group":
             batch["klx_group"] = self._klx_group_ids(batch)
         if policy is not None:
-            measured = self._klx_per_token_kl(policy, reference)
+            measured = self._klx_per_token_kl(policy, reference, batch["completion_ids"])
             if centering != "microbatch":
                 self._klx_measure(batch, rollout, measured)
                 self._klx_finish(rollout)
@@ -263,18 +271,18 @@ class KLXTrainerMixin(KLXCheckpointMixin):
             # Its mean is that of a micro-batch, which is not known before the loss.
             batch["klx_measured"] = torch.stack(measured, dim=-1)  # (B, T, 3)
         else:
-            batch["klx_reference_logps"] = reference.logps
-            if reference.hidden is not None:
-                batch["klx_reference_hidden"] = reference.hidden
+            batch |= {
+                f"klx_reference_{name}": tensor for name, tensor in vars(reference).items() if tensor is not None
+            }
         rollout.pending = micro_batches
 
     def _klx_measure_in_loss(self, batch: dict, policy: Scored) -> None:
         """Measure a micro-batch that generation left unmeasured. `policy` is its forward in the loss."""
         if "klx_measured" in batch:
             measured = batch["klx_measured"].unbind(-1)
-        elif "klx_reference_logps" in batch:
-            reference = Scored(batch["klx_reference_logps"], batch.get("klx_reference_hidden"))
-            measured = self._klx_per_token_kl(policy.detach(), reference)
+        elif "klx_reference_logps" in batch or "klx_reference_hidden" in batch:
+            reference = Scored(batch.get("klx_reference_logps"), batch.get("klx_reference_hidden"))
+            measured = self._klx_per_token_kl(policy.detach(), reference, batch["completion_ids"])
         else:
             return
         rollout = self._klx_rollouts[self._klx_mode]
@@ -305,7 +313,9 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         return adjustment
 
     @torch.no_grad()
-    def _klx_per_token_kl(self, policy: Scored, reference: Scored) -> tuple[torch.Tensor, ...]:
+    def _klx_per_token_kl(
+        self, policy: Scored, reference: Scored, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """The KL of each token three ways, see [`measure_kl`]."""
         policy_head = reference_head = None
         if self.args.kl_needs_full:
@@ -313,7 +323,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
             with self.kl_reference.active() as model:
                 reference_head = lm_head(self.accelerator.unwrap_model(model), self.temperature)
         return measure_kl(
-            policy, reference, self.args.kl_estimator, self.args.kl_statistic, policy_head, reference_head
+            policy, reference, self.args.kl_estimator, self.args.kl_statistic, policy_head, reference_head, tokens
         )
 
     def _klx_add_totals(self, rollout: Rollout, batch: dict, statistic, k1, mask, adjustment=None) -> None:

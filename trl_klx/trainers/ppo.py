@@ -229,15 +229,15 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
 
     # ---- Forward passes ----
 
-    def _klx_forward(self, model, args: tuple, kwargs: dict) -> tuple[tuple, Scored]:
+    def _klx_forward(self, model, args: tuple, kwargs: dict, check: bool = True) -> tuple[tuple, Scored]:
         if not torch.is_grad_enabled() and self.args.local_rollout_forward_batch_size is not None:
             kwargs = kwargs | {"batch_size": self.args.local_rollout_forward_batch_size}
         tiles = narrow_tiles(self.accelerator.device)
         if self._ppo_scores_reference:
             with tiles:
-                return super()._klx_forward(model, args, kwargs)
+                return super()._klx_forward(model, args, kwargs, check)
         with tiles, self.value_function.recording(logits_to_keep=args[2]) as values:
-            output = super()._klx_forward(model, args, kwargs)
+            output = super()._klx_forward(model, args, kwargs, check)
             if not values:
                 raise ValueError(
                     "The policy was not called as a whole, so that there are no values. TRL before 1.15 does so with "
@@ -246,10 +246,10 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
             self._ppo_values = torch.cat(values)  # (B, T)
         return output
 
-    def _klx_score_reference(self, args: tuple, kwargs: dict) -> Scored:
+    def _klx_score_reference(self, args: tuple, kwargs: dict, logps: bool = True) -> Scored:
         self._ppo_scores_reference = True
         try:
-            return super()._klx_score_reference(args, kwargs)
+            return super()._klx_score_reference(args, kwargs, logps)
         finally:
             self._ppo_scores_reference = False
 
