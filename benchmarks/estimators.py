@@ -6,7 +6,7 @@ Bias, variance and cost of every KL estimator.
 
 Statistics: a pretrained model is moved away from itself (fine-tuned on a few texts, the step scaled to several
 distances), samples completions, and every estimator is compared with the exact KL of the states that were visited.
-Cost: the forward of the reference that every estimator needs, against what `full` adds to it.
+Cost: scoring the reference as every estimator needs it, and as `full` does.
 """
 
 import argparse
@@ -30,9 +30,16 @@ import torch  # noqa: E402
 from measuring import llama_config  # noqa: E402
 from stories import write_dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: E402
+from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 from hh_bootstrap import prepare_default  # noqa: E402
-from trl_klx.estimators import KL_ESTIMATORS, estimate_full_kl, estimate_kl  # noqa: E402
+from trl_klx.estimators import (  # noqa: E402
+    KL_ESTIMATORS,
+    estimate_full_kl,
+    estimate_kl,
+    full_kl_and_reference_logps,
+)
+from trl_klx.scoring import captured_hidden, no_lm_head  # noqa: E402
 
 
 DISTANCES = (0.1, 0.2, 0.3, 0.5)
@@ -143,34 +150,36 @@ def compare(args) -> list[dict]:
 
 
 def measure_cost(hidden_size: int, layers: int, vocabulary: int, kind: str) -> dict:
-    """CPU time and peak memory of a reference forward with the log-probs of its tokens, and of what `full` adds."""
+    """
+    CPU time and peak memory of what the trainers do for a reference: with TRL's LM head for the log-probs of its tokens,
+    and with `full`, which goes through both LM heads itself and has those log-probs at hand.
+    """
     torch.manual_seed(0)
     model = LlamaForCausalLM(llama_config(hidden_size, layers, vocabulary)).eval()
+    add_fused_lm_head(model)
     tokens = torch.randint(2, vocabulary, (ROWS, TOKENS))
 
-    def forward() -> torch.Tensor:
-        return model.model(input_ids=tokens).last_hidden_state
+    def score() -> None:
+        model(input_ids=tokens, labels=tokens, fused_lm_head=True)
 
-    def sampled(hidden: torch.Tensor) -> torch.Tensor:
-        # In pieces, as TRL does it.
-        pieces = zip(hidden.flatten(0, 1).split(256), tokens.flatten().split(256), strict=True)
-        return torch.cat([model.lm_head(h).log_softmax(-1).gather(1, t.unsqueeze(1)) for h, t in pieces])
+    def score_with_full() -> None:
+        with no_lm_head(), captured_hidden(model, TOKENS - 1) as hidden:
+            score()
+        full_kl_and_reference_logps(policy, hidden[0], model.lm_head, model.lm_head, tokens[:, 1:])
 
-    times: dict[str, list[float]] = {"forward": [], "full": []}
+    ways = {"forward": score, "full": score_with_full}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     with torch.no_grad():
-        policy = forward()
+        policy = model.model(input_ids=tokens).last_hidden_state[:, :-1]
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for _ in range(5 if kind == "time" else 1):
-            start = time.process_time()
-            hidden = forward()
-            sampled(hidden)
-            middle = time.process_time()
-            if kind != "forward":
-                estimate_full_kl(policy, hidden, model.lm_head, model.lm_head, chunk_size=256)
-            times["forward"].append(middle - start)
-            times["full"].append(time.process_time() - middle)
+            for name, call in ways.items():
+                if kind in ("time", name):
+                    start = time.process_time()
+                    call()
+                    times[name].append(time.process_time() - start)
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    return {name: median(values[1:] or values) for name, values in times.items()} | {"memory": peak}
+    return {name: median(values[1:] or values) for name, values in times.items() if values} | {"memory": peak}
 
 
 def measure_costs() -> list[dict]:
@@ -190,7 +199,7 @@ def measure_costs() -> list[dict]:
                     "vocabulary": vocabulary,
                     "forward_seconds": results["time"]["forward"],
                     "full_seconds": results["time"]["full"],
-                    "ratio": 1 + results["time"]["full"] / results["time"]["forward"],
+                    "ratio": results["time"]["full"] / results["time"]["forward"],
                     "memory_forward": results["forward"]["memory"],
                     "memory_full": results["full"]["memory"],
                     "memory_btv": ROWS * TOKENS * vocabulary * 4 / 2**20,
@@ -215,7 +224,7 @@ def format_statistics(table: list[dict]) -> str:
 
 def format_costs(table: list[dict]) -> str:
     lines = [
-        "| hidden, layers | vocabulary | forward | `full` adds | with `full` / without | memory: forward | with `full` | a (B, T, V) tensor |",
+        "| hidden, layers | vocabulary | reference | with `full` | ratio | memory: reference | with `full` | a (B, T, V) tensor |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in table:

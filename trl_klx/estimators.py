@@ -151,7 +151,7 @@ def estimate_full_kl(
     ref_hidden: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
     ref_head: Callable[[torch.Tensor], torch.Tensor],
-    chunk_size: int = 1024,
+    chunk_size: int = 256,
 ) -> torch.Tensor:
     r"""
     Exact KL(policy || reference) of the next-token distribution at each position.
@@ -170,7 +170,7 @@ def estimate_full_kl(
             logit is `-inf` contributes 0.
         ref_head (`Callable`):
             The same for the reference.
-        chunk_size (`int`, *optional*, defaults to `1024`):
+        chunk_size (`int`, *optional*, defaults to `256`):
             Number of positions per chunk. Peak memory is about three fp32 tensors of `(chunk_size, V)`.
 
     Returns:
@@ -185,7 +185,7 @@ def full_kl_and_reference_logps(
     head: Callable[[torch.Tensor], torch.Tensor],
     ref_head: Callable[[torch.Tensor], torch.Tensor],
     tokens: torch.Tensor | None,
-    chunk_size: int = 1024,
+    chunk_size: int = 256,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     [`estimate_full_kl`], and beside it the reference's log-probs of the tokens that were sampled, which it has at hand.
