@@ -1,8 +1,9 @@
 """
 What KL control costs: KLX trainers against TRL's own, in CPU time per step and in peak memory.
 
-Each run is a process of its own, and those that are compared take turns. What is printed are ratios of medians, and
-whether they reach the goal. Timings of the first step are left out.
+For the time, the two trainers that are compared take turns step by step in one process, so that what disturbs the machine
+disturbs both, and the median of the ratios of neighbouring steps is printed; for the memory, each has processes of its own.
+The first step is left out.
 
 ```bash
 python benchmarks/overhead.py                                # a few minutes, on a tiny model
@@ -14,12 +15,18 @@ With `--json` there is also a figure beside the file, of how the cost grows with
 """
 
 import argparse
+import contextlib
 import itertools
 import json
+import resource
+import statistics
 import tempfile
+import threading
 from pathlib import Path
 
-from measuring import Results, Stopwatch, build_tokenizer, llama_config, take_turns
+import torch
+from measuring import MARK, Results, Stopwatch, build_tokenizer, llama_config, take_turns
+from transformers import TrainerCallback
 
 
 OFF, BETA, ON = {"beta": 0.0}, {"beta": 0.04}, {"beta": 0.0, "kl_penalty_coef": 0.04}
@@ -37,34 +44,58 @@ GROUPS = {
         },
     ),
 }
-FULL_SIZE, SMALL_SIZE = {"hidden": 288, "layers": 6, "steps": 4}, {"hidden": 192, "layers": 4, "steps": 4}
+FULL_SIZE, SMALL_SIZE = {"hidden": 288, "layers": 6, "steps": 8}, {"hidden": 192, "layers": 4, "steps": 8}
 
 
-def run_once(case: dict) -> None:
-    """One training run in this process; prints its measurements."""
-    import torch
+class Turns(TrainerCallback):
+    """
+    Lets trainers in threads of their own train one step each, in turn, and times the steps of one of them.
+
+    Args:
+        baton (`threading.Condition`):
+            Shared by all; its attribute `turn` is the number of the trainer that may go on.
+        number (`int`):
+            This trainer's.
+        of (`int`):
+            How many there are.
+    """
+
+    def __init__(self, baton: threading.Condition, number: int, of: int):
+        self.baton, self.number, self.of = baton, number, of
+        self.watch = Stopwatch()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        with self.baton:
+            self.baton.wait_for(lambda: self.baton.turn == self.number)
+        self.watch.stamp()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.watch.stamp()
+        with self.baton:
+            self.baton.turn = (self.number + 1) % self.of
+            self.baton.notify_all()
+
+    def steps(self) -> list[tuple[float, float]]:
+        """CPU time of each step but the first, and within it that of generation."""
+        pairs = zip(self.watch.stamps[2::2], self.watch.stamps[3::2], strict=True)
+        return [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
+
+
+def build(case: dict, folder: str, callback: TrainerCallback):
+    """The trainer of a case."""
     import trl
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaForCausalLM, TrainerCallback
+    from transformers import LlamaForCausalLM
 
     import trl_klx
 
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     fields = dict(case)
     name, ours, lora = fields.pop("trainer"), fields.pop("ours"), fields.pop("lora", False)
     tokens, vocabulary, steps = fields.pop("tokens"), fields.pop("vocabulary"), fields.pop("steps")
     hidden, layers, accumulation = fields.pop("hidden"), fields.pop("layers"), fields.pop("accumulation")
     home, prefix = (trl_klx, "KLX") if ours else (trl, "")
-    watch = Stopwatch()
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            watch.stamp()
-
-        def on_train_end(self, args, state, control, **kwargs):
-            watch.stamp()
 
     def reward(completion_ids, **kwargs):
         return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
@@ -72,46 +103,70 @@ def run_once(case: dict) -> None:
     def lora_config():
         return LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
-    with tempfile.TemporaryDirectory() as folder:
-        # TRL builds its reference from the path of the policy.
-        LlamaForCausalLM(llama_config(hidden, layers, vocabulary)).save_pretrained(f"{folder}/policy")
-        if fields.get("kl_ref_adapter_path"):
-            fields["kl_ref_adapter_path"] = f"{folder}/adapter"
-            model = get_peft_model(LlamaForCausalLM.from_pretrained(f"{folder}/policy"), lora_config())
-            model.save_pretrained(f"{folder}/adapter")
-            del model
-        args = getattr(home, f"{prefix}{name}Config")(
-            output_dir=f"{folder}/out",
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=accumulation,
-            num_generations=4,
-            max_completion_length=tokens,
-            max_steps=steps,
-            learning_rate=1e-5,
-            # Every completion has the full length, whatever the random policy says.
-            generation_kwargs={"min_new_tokens": tokens},
-            model_init_kwargs={"dtype": "float32"},
-            **fields,
-        )
-        trainer = getattr(home, f"{prefix}{name}Trainer")(
-            f"{folder}/policy",
-            reward_funcs=reward,
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": [f"w{5 + index} w{7 + index}" for index in range(256)]}),
-            processing_class=build_tokenizer(vocabulary),
-            callbacks=[Clock()],
-            peft_config=lora_config() if lora else None,
-        )
-        watch.watch(trainer.model)
-        trainer.train()
-        trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
-        watch.report(trained_megabytes=sum(weight.nbytes for weight in trained) / 2**20)
+    # TRL builds its reference from the path of the policy.
+    LlamaForCausalLM(llama_config(hidden, layers, vocabulary)).save_pretrained(f"{folder}/policy")
+    if fields.get("kl_ref_adapter_path"):
+        fields["kl_ref_adapter_path"] = f"{folder}/adapter"
+        model = get_peft_model(LlamaForCausalLM.from_pretrained(f"{folder}/policy"), lora_config())
+        model.save_pretrained(f"{folder}/adapter")
+        del model
+    args = getattr(home, f"{prefix}{name}Config")(
+        output_dir=f"{folder}/out",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=accumulation,
+        num_generations=4,
+        max_completion_length=tokens,
+        max_steps=steps,
+        learning_rate=1e-5,
+        # Every completion has the full length, whatever the random policy says.
+        generation_kwargs={"min_new_tokens": tokens},
+        model_init_kwargs={"dtype": "float32"},
+        **fields,
+    )
+    trainer = getattr(home, f"{prefix}{name}Trainer")(
+        f"{folder}/policy",
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": [f"w{5 + index} w{7 + index}" for index in range(256)]}),
+        processing_class=build_tokenizer(vocabulary),
+        callbacks=[callback],
+        peft_config=lora_config() if lora else None,
+    )
+    callback.watch.watch(trainer.model)
+    return trainer
+
+
+def run_in_turns(cases: list[dict]) -> None:
+    """Train the cases at the same time, step by step in turn; prints the measurements, relative to the first case."""
+    torch.set_num_threads(1)
+    baton = threading.Condition()
+    baton.turn = 0
+    with contextlib.ExitStack() as stack:
+        callbacks = [Turns(baton, number, len(cases)) for number in range(len(cases))]
+        folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in cases]
+        trainers = [build(*parts) for parts in zip(cases, folders, callbacks, strict=True)]
+        threads = [threading.Thread(target=trainer.train) for trainer in trainers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        trained = sum(weight.nbytes for weight in trainers[-1].model.parameters() if weight.requires_grad)
+    theirs, ours = callbacks[0].steps(), callbacks[-1].steps()
+    result = {
+        "seconds": statistics.median(step for step, _ in ours),
+        "their_seconds": statistics.median(step for step, _ in theirs),
+        "ratio": statistics.median(own[0] / other[0] for own, other in zip(ours, theirs, strict=True)),
+        "generation": statistics.median(generation for _, generation in ours),
+        "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "trained_megabytes": trained / 2**20,
+    }
+    print(MARK + json.dumps(result), flush=True)
 
 
 def goals(name: str, case: dict) -> tuple[float, float]:
@@ -122,77 +177,113 @@ def goals(name: str, case: dict) -> tuple[float, float]:
     return (1.16 if case["trainer"] == "GRPO" and case["accumulation"] > 1 else 1.02), 1.02
 
 
-def verdict(name: str, ours: dict, theirs: dict, results: Results) -> str:
-    time_goal, memory_goal = goals(name, ours)
+class Costs:
+    """
+    What was measured of one pair of cases.
+
+    Args:
+        results ([`Results`]):
+            All measurements.
+        ours (`dict`), theirs (`dict`):
+            The cases.
+    """
+
+    def __init__(self, results: Results, ours: dict, theirs: dict):
+        self.results, self.pair = results, {"cases": [theirs, ours]}
+        self.alone = [{"cases": [case | {"steps": 2}]} for case in (ours, theirs)]
+
+    @property
+    def complete(self) -> bool:
+        return all(self.results.count(case) for case in (self.pair, *self.alone))
+
+    def of_pair(self, key: str) -> float:
+        return self.results.median(self.pair, key)
+
+    @property
+    def time(self) -> float:
+        return self.of_pair("ratio")
+
+    @property
+    def megabytes(self) -> tuple[float, float]:
+        ours, theirs = (self.results.median(case, "megabytes") for case in self.alone)
+        return ours, theirs
+
+    @property
+    def memory(self) -> float:
+        ours, theirs = self.megabytes
+        return ours / theirs
+
+
+def verdict(name: str, case: dict, costs: Costs) -> str:
+    time_goal, memory_goal = goals(name, case)
     misses = []
-    if results.ratio(ours, theirs, "seconds") > time_goal:
+    if costs.time > time_goal:
         misses.append(f"time > {time_goal}")
-    more = results.median(ours, "megabytes") - results.median(theirs, "megabytes")
+    ours, theirs = costs.megabytes
     # A reference that TRL does not have may take twice what is trained; where TRL has its equal, nothing.
-    allowed = (memory_goal - 1) * results.median(theirs, "megabytes")
+    allowed = (memory_goal - 1) * theirs
     if "adapter" in name or "lag" in name:
-        allowed = max(allowed, 2 * results.median(ours, "trained_megabytes"))
-    if more > allowed:
-        misses.append(f"memory + {more:.0f} MB > {allowed:.0f} MB")
+        allowed = max(allowed, 2 * costs.of_pair("trained_megabytes"))
+    if ours - theirs > allowed:
+        misses.append(f"memory + {ours - theirs:.0f} MB > {allowed:.0f} MB")
     return ", ".join(misses) or "reached"
 
 
-def show(rows: list[tuple[str, dict, dict]], results: Results) -> None:
-    header = f"{'':28}{'tokens':>7}{'vocab':>8}{'accum':>6}{'TRL s':>9}{'KLX s':>9}{'time':>8}{'memory':>8}  goal"
-    print(header)
-    for name, ours, theirs in rows:
+def show(rows: list[tuple[str, dict, Costs]]) -> None:
+    print(f"{'':28}{'tokens':>7}{'vocab':>8}{'accum':>6}{'TRL s':>9}{'KLX s':>9}{'time':>8}{'memory':>8}  goal")
+    for name, case, costs in rows:
         print(
-            f"{ours['trainer'] + ' ' + name:28}{ours['tokens']:>7}{ours['vocabulary']:>8}{ours['accumulation']:>6}"
-            f"{results.median(theirs, 'seconds'):>9.3f}{results.median(ours, 'seconds'):>9.3f}"
-            f"{results.ratio(ours, theirs, 'seconds'):>8.3f}{results.ratio(ours, theirs, 'megabytes'):>8.3f}  "
-            f"{verdict(name, ours, theirs, results)}"
+            f"{case['trainer'] + ' ' + name:28}{case['tokens']:>7}{case['vocabulary']:>8}{case['accumulation']:>6}"
+            f"{costs.of_pair('their_seconds'):>9.3f}{costs.of_pair('seconds'):>9.3f}"
+            f"{costs.time:>8.3f}{costs.memory:>8.3f}  {verdict(name, case, costs)}"
         )
 
 
-def show_prediction(rows: list[tuple[str, dict, dict]], results: Results) -> None:
+def show_prediction(rows: list[tuple[str, dict, Costs]]) -> None:
     """
     The formulas of docs/costs.md against what was measured: the penalty adds one forward. Without generation, a step of
     full fine-tuning is a forward and a backward of twice its cost; so the forward is a third of it.
     """
     by_shape = {}
-    for name, ours, _ in rows:
-        if ours["trainer"] == "GRPO" and ours["accumulation"] == 1 and name in ("off", "on"):
-            by_shape.setdefault((ours["vocabulary"], ours["tokens"]), {})[name] = ours
-    pairs = {shape: cases for shape, cases in sorted(by_shape.items()) if len(cases) == 2}
+    for name, case, costs in rows:
+        if case["trainer"] == "GRPO" and case["accumulation"] == 1 and name in ("off", "on"):
+            by_shape.setdefault((case["vocabulary"], case["tokens"]), {})[name] = costs
+    pairs = {shape: costs for shape, costs in sorted(by_shape.items()) if len(costs) == 2}
     if not pairs:
         return
     print("\nGRPO, penalty on: predicted from the run with the penalty off (docs/costs.md)")
     print(f"{'vocab':>8}{'tokens':>8}{'off s':>9}{'predicted s':>13}{'measured s':>12}{'error':>8}", end="")
     print(f"{'reference MB':>14}{'measured MB':>13}")
-    for (vocabulary, tokens), cases in pairs.items():
-        off, generation = results.median(cases["off"], "seconds"), results.median(cases["off"], "generation")
-        measured, predicted = results.median(cases["on"], "seconds"), off + (off - generation) / 3
-        more = results.median(cases["on"], "megabytes") - results.median(cases["off"], "megabytes")
+    for (vocabulary, tokens), costs in pairs.items():
+        off, generation = costs["off"].of_pair("seconds"), costs["off"].of_pair("generation")
+        measured, predicted = costs["on"].of_pair("seconds"), off + (off - generation) / 3
+        more = costs["on"].megabytes[0] - costs["off"].megabytes[0]
         print(
             f"{vocabulary:>8}{tokens:>8}{off:>9.3f}{predicted:>13.3f}{measured:>12.3f}{measured / predicted - 1:>+8.1%}"
-            f"{results.median(cases['on'], 'trained_megabytes'):>14.0f}{more:>13.0f}"
+            f"{costs['on'].of_pair('trained_megabytes'):>14.0f}{more:>13.0f}"
         )
 
 
-def plot(rows: list[tuple[str, dict, dict]], results: Results, path: Path) -> None:
+def plot(rows: list[tuple[str, dict, Costs]], path: Path) -> None:
     try:
         from matplotlib import pyplot
     except ImportError:
         print("No figure: matplotlib is not installed.")
         return
-    shapes = sorted({(ours["vocabulary"], ours["accumulation"]) for _, ours, _ in rows})
+    shapes = sorted({(case["vocabulary"], case["accumulation"]) for _, case, _ in rows})
     figure, axes = pyplot.subplots(2, len(shapes), figsize=(5 * len(shapes), 8), squeeze=False, sharex=True)
     for column, shape in enumerate(shapes):
-        lines: dict[str, list[tuple[dict, dict]]] = {}
-        for name, ours, theirs in rows:
-            if (ours["vocabulary"], ours["accumulation"]) == shape:
-                lines.setdefault(f"{ours['trainer']} {name}", []).append((ours, theirs))
-        for row, (key, label) in enumerate((("seconds", "time"), ("megabytes", "peak memory"))):
+        lines: dict[str, list[tuple[int, Costs]]] = {}
+        for name, case, costs in rows:
+            if (case["vocabulary"], case["accumulation"]) == shape:
+                lines.setdefault(f"{case['trainer']} {name}", []).append((case["tokens"], costs))
+        for row, (key, label) in enumerate((("time", "time"), ("memory", "peak memory"))):
             panel = axes[row][column]
-            for name, pairs in lines.items():
-                pairs = sorted(pairs, key=lambda pair: pair[0]["tokens"])
-                ratios = [results.ratio(ours, theirs, key) for ours, theirs in pairs]
-                panel.plot([ours["tokens"] for ours, _ in pairs], ratios, marker="o", label=name)
+            for name, points in lines.items():
+                points = sorted(points, key=lambda point: point[0])
+                panel.plot(
+                    [tokens for tokens, _ in points], [getattr(c, key) for _, c in points], marker="o", label=name
+                )
             panel.axhline(1.0, color="black", linewidth=0.5)
             panel.set_ylabel(f"{label}, KLX / TRL")
         axes[0][column].set_title(f"vocabulary {shape[0]}, accumulation {shape[1]}")
@@ -207,7 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--full", action="store_true", help="the 15M model and the whole grid")
-    parser.add_argument("--repeats", type=int, help="runs of each case (default 3, with --full 5)")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each case")
     parser.add_argument("--json", type=Path, help="keep the results in this file, and go on from what it has")
     parser.add_argument("--trainers", nargs="+", choices=["GRPO", "RLOO"], default=["GRPO", "RLOO"])
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
@@ -216,12 +307,13 @@ def main() -> None:
     parser.add_argument("--accumulation", nargs="+", type=int, help="(default 1, with --full 1 4)")
     options = parser.parse_args()
     if options.run:
-        run_once(json.loads(options.run))
+        run_in_turns(json.loads(options.run)["cases"])
         return
     full = options.full
     lengths = options.tokens or ([64, 256, 512] if full else [32])
     vocabularies = options.vocabulary or ([32000, 128000] if full else [4000])
     accumulations = options.accumulation or ([1, 4] if full else [1])
+    results = Results(options.json)
     rows, groups = [], []
     # The cheapest first, so that a run that is stopped has something to show.
     for accumulation, vocabulary, tokens in itertools.product(accumulations, vocabularies, lengths):
@@ -230,19 +322,20 @@ def main() -> None:
         for trainer, group in itertools.product(options.trainers, options.groups):
             fields, compared = GROUPS[group]
             theirs = {"trainer": trainer, "ours": False, **fields, **shape}
-            cases = {name: {"trainer": trainer, "ours": True, **case, **shape} for name, case in compared.items()}
-            groups.append([theirs, *cases.values()])
-            rows += [(name, case, theirs) for name, case in cases.items()]
-    results = Results(options.json)
+            for name, case in compared.items():
+                ours = {"trainer": trainer, "ours": True, **case, **shape}
+                costs = Costs(results, ours, theirs)
+                groups.append([costs.pair, *costs.alone])
+                rows.append((name, ours, costs))
     try:
-        take_turns(__file__, groups, results, options.repeats or (5 if full else 3))
+        take_turns(__file__, groups, results, options.repeats)
     except KeyboardInterrupt:
         print("\nstopped; what is there:")
-    rows = [row for row in rows if results.count(row[1]) and results.count(row[2])]
-    show(rows, results)
-    show_prediction(rows, results)
+    rows = [row for row in rows if row[2].complete]
+    show(rows)
+    show_prediction(rows)
     if options.json and rows:
-        plot(rows, results, options.json.with_suffix(".png"))
+        plot(rows, options.json.with_suffix(".png"))
 
 
 if __name__ == "__main__":
