@@ -2,7 +2,8 @@
 A long run with a moving LoRA reference: memory, step time and the number of adapters must stay as they are.
 
 Half of the time goes to a reference that is synced every few steps, half to one that lags behind, each in a process of
-its own. Time is the CPU time of the process, which other processes do not disturb much.
+its own. Time is the CPU time of the process. Other processes disturb that too, by emptying its caches; so a fixed piece of
+work of the same kind is timed after every step, and the ratio of both is what must stay.
 
 ```bash
 python benchmarks/soak.py               # one minute: shows the table, proves little
@@ -42,6 +43,25 @@ def resident_megabytes() -> float:
         return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+class Yardstick:
+    """A fixed piece of work, some milliseconds of small operations as in a step."""
+
+    def __init__(self):
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        self.weights = [torch.randn(48, 48, generator=generator) for _ in range(40)]
+        self.rows = torch.randn(80, 48, generator=generator)
+
+    def measure(self) -> float:
+        """Its CPU time now."""
+        start = time.process_time()
+        rows = self.rows
+        for weight in self.weights * 5:
+            rows = (rows @ weight).softmax(-1) + self.rows
+        return time.process_time() - start
+
+
 def reward_small_tokens(completion_ids, **kwargs) -> list[float]:
     return [sum(token < VOCABULARY // 2 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
@@ -57,6 +77,7 @@ def run(reference: str, seconds: float) -> None:
     class Watch(TrainerCallback):
         begun = None
         windows = 0
+        yardstick = Yardstick()
 
         def on_step_end(self, args, state, control, model=None, **kwargs):
             now = time.monotonic()
@@ -67,6 +88,7 @@ def run(reference: str, seconds: float) -> None:
                 self.windows = 1
             elif self.windows:
                 self.memory.append(resident_megabytes())
+                self.fixed.append(self.yardstick.measure())
                 if now - self.begun >= seconds * (WARM_UP + (1 - WARM_UP) * self.windows / WINDOWS):
                     self.close_window(now, state, model)
                     self.open_window(now)
@@ -75,15 +97,17 @@ def run(reference: str, seconds: float) -> None:
             return control
 
         def open_window(self, now: float) -> None:
-            self.memory, self.wall, self.cpu = [], now, time.process_time()
+            self.memory, self.fixed, self.wall, self.cpu = [], [], now, time.process_time()
 
         def close_window(self, now: float, state, model) -> None:
             steps = len(self.memory)
+            cpu = time.process_time() - self.cpu - sum(self.fixed)
             result = {
                 "window": self.windows,
                 "step": state.global_step,
                 "megabytes": statistics.mean(self.memory),
-                "cpu": (time.process_time() - self.cpu) / steps,
+                "cpu": cpu / steps,
+                "relative": cpu / sum(self.fixed),
                 "wall": (now - self.wall) / steps,
                 "adapters": len(model.peft_config),
                 "files": len(os.listdir("/proc/self/fd")),
@@ -132,7 +156,8 @@ def soak(reference: str, minutes: float) -> list[dict]:
     command = [sys.executable, __file__, "--run", reference, "--minutes", str(minutes)]
     print(f"\nreference {reference!r}, {minutes:g} minutes", flush=True)
     print(
-        f"{'window':>6}{'step':>8}{'RSS MB':>10}{'CPU s/step':>12}{'wall s/step':>13}{'adapters':>10}{'open files':>12}"
+        f"{'window':>6}{'step':>8}{'RSS MB':>10}{'CPU s/step':>12}{'/ fixed work':>13}{'wall s/step':>13}"
+        f"{'adapters':>10}{'open files':>12}"
     )
     windows = []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -142,7 +167,7 @@ def soak(reference: str, minutes: float) -> list[dict]:
             windows.append(window)
             print(
                 f"{window['window']:>6}{window['step']:>8}{window['megabytes']:>10.1f}{window['cpu']:>12.4f}"
-                f"{window['wall']:>13.4f}{window['adapters']:>10}{window['files']:>12}",
+                f"{window['relative']:>13.2f}{window['wall']:>13.4f}{window['adapters']:>10}{window['files']:>12}",
                 flush=True,
             )
     if process.wait() or len(windows) != WINDOWS:
@@ -150,7 +175,8 @@ def soak(reference: str, minutes: float) -> list[dict]:
     first, last = windows[0], windows[-1]
     print(
         f"last / first: memory {last['megabytes'] / first['megabytes']:.4f}, CPU time per step "
-        f"{last['cpu'] / first['cpu']:.4f}; adapters {sorted({window['adapters'] for window in windows})}",
+        f"{last['cpu'] / first['cpu']:.4f}, of the fixed work {last['relative'] / first['relative']:.4f}; adapters "
+        f"{sorted({window['adapters'] for window in windows})}",
         flush=True,
     )
     return windows
