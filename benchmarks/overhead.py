@@ -44,7 +44,7 @@ GROUPS = {
         },
     ),
 }
-FULL_SIZE, SMALL_SIZE = {"hidden": 288, "layers": 6, "steps": 8}, {"hidden": 192, "layers": 4, "steps": 8}
+FULL_SIZE, SMALL_SIZE = {"hidden": 288, "layers": 6}, {"hidden": 192, "layers": 4}
 
 
 class Turns(TrainerCallback):
@@ -299,6 +299,7 @@ def main() -> None:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--full", action="store_true", help="the 15M model and the whole grid")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each case")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each run; the first is not counted")
     parser.add_argument("--json", type=Path, help="keep the results in this file, and go on from what it has")
     parser.add_argument("--trainers", nargs="+", choices=["GRPO", "RLOO"], default=["GRPO", "RLOO"])
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
@@ -317,7 +318,7 @@ def main() -> None:
     rows, groups = [], []
     # The cheapest first, so that a run that is stopped has something to show.
     for accumulation, vocabulary, tokens in itertools.product(accumulations, vocabularies, lengths):
-        shape = {"tokens": tokens, "vocabulary": vocabulary, "accumulation": accumulation}
+        shape = {"tokens": tokens, "vocabulary": vocabulary, "accumulation": accumulation, "steps": options.steps}
         shape |= FULL_SIZE if full else SMALL_SIZE
         for trainer, group in itertools.product(options.trainers, options.groups):
             fields, compared = GROUPS[group]
