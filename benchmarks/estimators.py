@@ -37,7 +37,7 @@ from trl_klx.estimators import (  # noqa: E402
     KL_ESTIMATORS,
     estimate_full_kl,
     estimate_kl,
-    full_kl_and_reference_logps,
+    full_kl_and_logps,
 )
 from trl_klx.scoring import captured_hidden, no_lm_head  # noqa: E402
 
@@ -165,7 +165,7 @@ def measure_cost(hidden_size: int, layers: int, vocabulary: int, kind: str) -> d
     def score_with_full() -> None:
         with no_lm_head(), captured_hidden(model, TOKENS - 1) as hidden:
             score()
-        full_kl_and_reference_logps(policy, hidden[0], model.lm_head, model.lm_head, tokens[:, 1:])
+        full_kl_and_logps(policy, hidden[0], model.lm_head, model.lm_head, tokens[:, 1:])
 
     ways = {"forward": score, "full": score_with_full}
     times: dict[str, list[float]] = {name: [] for name in ways}

@@ -91,7 +91,7 @@ def test_scoring_at_generation_would_change_nothing(fields, tmp_path, monkeypatc
         torch.testing.assert_close(weights(late)[name], weight, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.skipif(not hasattr(trl_utils, "_ChunkedLogProbFunction"), reason="this TRL has no tiles of logits")
+@pytest.mark.skipif(not hasattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE"), reason="this TRL's tiles have one width")
 def test_tiles_of_logits_are_narrow_on_a_cpu_and_give_the_same(tmp_path, monkeypatch):
     model = build_model(vocab_size=1500)
     widths, inner = [], trl_utils._ChunkedLogProbFunction

@@ -131,11 +131,13 @@ def _full_kl_chunk(
     head: Callable[[torch.Tensor], torch.Tensor],
     ref_head: Callable[[torch.Tensor], torch.Tensor],
     tokens: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, ...]:
     logps = F.log_softmax(head(hidden), dim=-1, dtype=torch.float32)  # (n, V)
     ref_logps = F.log_softmax(ref_head(ref_hidden), dim=-1, dtype=torch.float32)  # (n, V)
     check_same_shape(policy_logits=logps, reference_logits=ref_logps)
-    sampled = None if tokens is None else ref_logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # (n,)
+    sampled = (
+        () if tokens is None else tuple(x.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) for x in (logps, ref_logps))
+    )
     # Names are reused and dropped so that at most three (n, V) tensors are alive at once.
     log_ratio = logps - ref_logps
     del ref_logps
@@ -143,7 +145,7 @@ def _full_kl_chunk(
     del logps
     # 0 * log 0 is 0. Filling the log-ratio, rather than the product, keeps NaN out of the gradient too.
     log_ratio = log_ratio.masked_fill(probs == 0, 0.0).clamp(max=MAX_ABS_LOG_RATIO)
-    return (probs * log_ratio).sum(dim=-1).clamp(min=0.0), sampled
+    return (probs * log_ratio).sum(dim=-1).clamp(min=0.0), *sampled
 
 
 def estimate_full_kl(
@@ -176,25 +178,29 @@ def estimate_full_kl(
     Returns:
         `torch.Tensor`: KL in nats, fp32, never negative, shape `hidden.shape[:-1]`.
     """
-    return full_kl_and_reference_logps(hidden, ref_hidden, head, ref_head, None, chunk_size)[0]
+    return full_kl_and_logps(hidden, ref_hidden, head, ref_head, None, chunk_size)[0]
 
 
-def full_kl_and_reference_logps(
+def full_kl_and_logps(
     hidden: torch.Tensor,
     ref_hidden: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
     ref_head: Callable[[torch.Tensor], torch.Tensor],
     tokens: torch.Tensor | None,
     chunk_size: int = 256,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, ...]:
     """
-    [`estimate_full_kl`], and beside it the reference's log-probs of the tokens that were sampled, which it has at hand.
+    [`estimate_full_kl`], and beside it what it has at hand: the log-probs of the tokens that were sampled.
 
     Args:
         tokens (`torch.Tensor` or `None`):
-            Token sampled at each position, shape `hidden.shape[:-1]`; if `None`, no log-probs are returned.
+            Token sampled at each position, shape `hidden.shape[:-1]`.
         hidden, ref_hidden, head, ref_head, chunk_size:
             As in [`estimate_full_kl`].
+
+    Returns:
+        `tuple[torch.Tensor, ...]`: The KL and, if `tokens` are given, their log-probs under policy and reference; all fp32
+        and of shape `hidden.shape[:-1]`.
     """
     if hidden.ndim == 0 or ref_hidden.ndim == 0 or hidden.shape[:-1] != ref_hidden.shape[:-1]:
         raise ValueError(
@@ -205,24 +211,19 @@ def full_kl_and_reference_logps(
         raise ValueError(f"`chunk_size` must be at least 1, but got {chunk_size}.")
     shape = hidden.shape[:-1]
     if shape.numel() == 0:
-        empty = hidden.new_zeros(shape, dtype=torch.float32)
-        return empty, None if tokens is None else empty
+        return (hidden.new_zeros(shape, dtype=torch.float32),) * (1 if tokens is None else 3)
 
     flat = torch.split(hidden.reshape(-1, hidden.shape[-1]), chunk_size)
     ref_flat = torch.split(ref_hidden.reshape(-1, ref_hidden.shape[-1]), chunk_size)
     token_chunks = [None] * len(flat) if tokens is None else torch.split(tokens.reshape(-1), chunk_size)
-    kls: list[torch.Tensor] = []
-    logps: list[torch.Tensor] = []
-    for chunks in zip(flat, ref_flat, token_chunks, strict=True):
-        arguments = (chunks[0], chunks[1], head, ref_head, chunks[2])
+    results: list[tuple[torch.Tensor, ...]] = []
+    for chunk, ref_chunk, token_chunk in zip(flat, ref_flat, token_chunks, strict=True):
+        arguments = (chunk, ref_chunk, head, ref_head, token_chunk)
         if torch.is_grad_enabled():
-            kl, sampled = checkpoint(_full_kl_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
+            results.append(checkpoint(_full_kl_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
-            kl, sampled = _full_kl_chunk(*arguments)
-        kls.append(kl)
-        if sampled is not None:
-            logps.append(sampled)
-    return torch.cat(kls).reshape(shape), torch.cat(logps).reshape(shape) if logps else None
+            results.append(_full_kl_chunk(*arguments))
+    return tuple(torch.cat(parts).reshape(shape) for parts in zip(*results, strict=True))
 
 
 def sum_kl_per_sequence(per_token_kl: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What one forward pass says about the completion tokens, and the exact KL between two of them."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,15 +13,25 @@ from torch import nn
 from torch.nn import functional
 from trl.trainer import utils as trl_utils
 
-from .estimators import estimate_kl, full_kl_and_reference_logps
+from .estimators import estimate_full_kl, estimate_kl, full_kl_and_logps
 from .sharding import is_sharded, join_parts
 
 
 # TRL's names for what projects hidden states to log-probs, and for how many words of the vocabulary it does at a time.
 _PROJECTION, _TILE_WIDTH = "_ChunkedLogProbFunction", "_CHUNKED_LOGPROB_CHUNK_SIZE"
-CAN_SKIP_LM_HEAD = hasattr(trl_utils, _PROJECTION)
-# What the projection returns after the log-probs, where it is asked for.
-OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# What the projection returns after the log-probs, where its last argument asks for it.
+_OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def _can_skip_lm_head() -> bool:
+    """Whether this TRL projects by that name, and as [`_NoProjection`] expects."""
+    if not hasattr(trl_utils, "add_fused_lm_head") or not hasattr(trl_utils, _PROJECTION):
+        return False
+    *_, last = inspect.signature(getattr(trl_utils, _PROJECTION).forward).parameters.values()
+    return last.name == "outputs" and last.default == _OPTIONAL_OUTPUTS
+
+
+CAN_SKIP_LM_HEAD = _can_skip_lm_head()
 
 
 @dataclass
@@ -88,7 +99,7 @@ class _NoProjection:
     @staticmethod
     def apply(hidden, *args):
         zeros = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        return zeros, *(zeros if name in args[-1] else None for name in OPTIONAL_OUTPUTS)
+        return zeros, *(zeros if name in args[-1] else None for name in _OPTIONAL_OUTPUTS)
 
 
 def no_lm_head() -> AbstractContextManager[None]:
@@ -168,16 +179,17 @@ def measure_kl(
     Per-token KL three ways, each of shape `(B, T)`: by the estimator that is penalised, by that of the statistic, and
     by `"k1"`. The heads are needed where one of them is `"full"`; `tokens` where the reference has no log-probs yet.
     """
-    full, reference_logps = None, reference.logps
-    if "full" in (estimator, statistic):
-        wanted = tokens if reference_logps is None else None
-        full, sampled = full_kl_and_reference_logps(
-            policy.hidden, reference.hidden, policy_head, reference_head, wanted
+    full, policy_logps, reference_logps = None, policy.logps, reference.logps
+    if reference_logps is None:
+        # Both from the same pass, so that what rounding does to one it does to the other.
+        full, policy_logps, reference_logps = full_kl_and_logps(
+            policy.hidden, reference.hidden, policy_head, reference_head, tokens
         )
-        reference_logps = sampled if reference_logps is None else reference_logps
+    elif "full" in (estimator, statistic):
+        full = estimate_full_kl(policy.hidden, reference.hidden, policy_head, reference_head)
 
     @functools.cache
     def measure(kind: str) -> torch.Tensor:
-        return full if kind == "full" else estimate_kl(policy.logps, reference_logps, kind)
+        return full if kind == "full" else estimate_kl(policy_logps, reference_logps, kind)
 
     return measure(estimator), measure(statistic), measure("k1")

@@ -56,7 +56,7 @@ def build(name: str, folder: Path):
         "max_steps": STEPS,
         "per_device_train_batch_size": 8,
         **({"num_generations": 1, "num_ppo_epochs": 1} if kind == "ppo" else {"num_generations": 4}),
-        "learning_rate": 0.02 if policy == "lora" else 0.005,
+        "learning_rate": 0.02,
         "kl_penalty_coef": 0.05,
         "use_vllm": True,
         "vllm_mode": "colocate",
@@ -93,9 +93,13 @@ def plain_reference(trainer, folder: Path):
 
 
 @torch.no_grad()
-def logps_of(model, prompt: list[int], completion: list[int]) -> torch.Tensor:
+def logps_of(model, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
     logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits.double(), dim=-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
+    return (
+        torch.log_softmax(logits.double() / temperature, dim=-1)
+        .gather(1, torch.tensor(completion).unsqueeze(1))
+        .squeeze(1)
+    )
 
 
 class Watch:
@@ -131,7 +135,8 @@ class Watch:
             {
                 "policy": plain_policy(self.trainer),
                 "texts": list(zip(kwargs["prompts"], result[1], strict=True)),
-                "logps": torch.tensor([found[0] for row in result[2] for found in row], dtype=torch.float64),
+                # RLOO does not ask for them.
+                "logps": None if result[2] is None else torch.tensor([found[0] for row in result[2] for found in row]),
             }
         )
         return result
@@ -184,10 +189,11 @@ def main(name: str, folder: Path) -> dict:
 
     kl, sampler = [], []
     for rollout in watch.rollouts:
-        ours = [logps_of(rollout["policy"], *text) for text in rollout["texts"]]
-        theirs = [logps_of(reference, *text) for text in rollout["texts"]]
+        ours = [logps_of(rollout["policy"], *text, trainer.temperature) for text in rollout["texts"]]
+        theirs = [logps_of(reference, *text, trainer.temperature) for text in rollout["texts"]]
         kl.append(sum((one - other).sum().item() for one, other in zip(ours, theirs, strict=True)) / len(ours))
-        sampler.append([apart(rollout["logps"], torch.cat(logps)) for logps in (ours, theirs)])
+        if rollout["logps"] is not None:
+            sampler.append([apart(rollout["logps"], torch.cat(logps)) for logps in (ours, theirs)])
     texts = [prompt + completion for rollout in watch.rollouts for prompt, completion in rollout["texts"]]
     found = watch.logps(texts)
     models = {"policy": policy, "reference": reference, "reference_now": plain_reference(trainer, folder)}

@@ -57,7 +57,8 @@ def test_kl_comes_from_the_trainers_log_probs(name, runs):
     assert result["logged_kl"] == pytest.approx(result["kl"], abs=1e-4)
     # vLLM computes in half the precision: a KL from its log-probs would be another.
     assert result["dtype"] == "torch.bfloat16"
-    assert min(to_policy for to_policy, _ in result["sampler"]) > 1e-3
+    assert len(result["sampler"]) == (0 if name.startswith("rloo") else STEPS)  # RLOO does not ask for its log-probs
+    assert all(to_policy > 1e-3 for to_policy, _ in result["sampler"])
     if name in FROM_THE_START:
         assert result["logged_kl"][0] == pytest.approx(0.0, abs=1e-5)
     else:
@@ -81,8 +82,8 @@ def test_vllm_has_the_policy_and_not_the_reference(name, runs):
     if "modules" in name:
         assert to_reference["lm_head.weight"] > 0.03
     assert 5 * result["logps_apart"]["policy"] < result["logps_apart"]["reference"]
-    to_policy, to_reference = result["sampler"][-1]
-    assert 3 * to_policy < to_reference
+    for to_policy, to_reference in result["sampler"][-1:]:
+        assert 3 * to_policy < to_reference
 
 
 def test_what_trl_would_send_beside_the_policy(runs):

@@ -201,9 +201,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
     @torch.no_grad()
     def _klx_score_reference(self, args: tuple, kwargs: dict, logps: bool = True) -> Scored:
         """The reference's forward. Without `logps` it ends before the LM head, where the exact KL goes through it anyway."""
-        # Precisions that differ between TRL's head and ours would make a difference of their own.
-        plain = self.accelerator.mixed_precision == "no" and not getattr(self.args, "cast_lm_head_to_fp32", False)
-        skip = not logps and self.args.kl_needs_full and CAN_SKIP_LM_HEAD and plain
+        skip = not logps and self.args.kl_needs_full and CAN_SKIP_LM_HEAD
         with self.kl_reference.active() as model, no_lm_head() if skip else nullcontext():
             scored = self._klx_forward(model, args, kwargs, check=not skip)[1].detach()
         return Scored(None, scored.hidden) if skip else scored

@@ -92,6 +92,8 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
     _config_class = KLXPPOConfig
     _klx_host_placements = ("loss",)
     _ppo_scores_reference = False
+    # The micro-batch whose loss is being computed, with what was estimated of it.
+    _ppo_batch: dict | None = None
 
     def __init__(
         self,
@@ -371,8 +373,10 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         self._ppo_batch = batch
 
     def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        inputs, self._ppo_batch = self._ppo_batch, None
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            inputs, self._ppo_batch = self._ppo_batch, None
         mode, mask = self._klx_mode, inputs["ppo_mask"]
         value_loss, clipped = clipped_value_loss(
             self._ppo_values, inputs["ppo_values"], inputs["ppo_returns"], mask, self.args.cliprange_value
