@@ -101,6 +101,7 @@ def test_tables_of_the_estimators():
     row |= {"token_variance": 0.2, "batch_variance": 0.3, "batch_noise": 0.04}
     table = estimators.format_statistics([{"estimator": name, **row} for name in estimators.KL_ESTIMATORS])
     assert "| `k1` | +50% ± 1 | 0.2 | 0.3 | 4% |" in table
-    cost = estimators.measure_cost(48, 1, 500, "full")
+    cost = estimators.measure_cost(48, 1, 500, "time")
     assert cost["forward"] > 0 and cost["full"] > 0
+    assert estimators.measure_cost(48, 1, 500, "full").keys() == {"full", "memory"}
     assert json.loads(json.dumps(cost)) == cost

@@ -19,7 +19,16 @@ from ..diagnostics import DriftMonitor
 from ..estimators import kl_totals, wide_dtype
 from ..launching import check_launch
 from ..references import AdapterReference, KLReference, resolve_reference
-from ..scoring import CAN_SKIP_LM_HEAD, Scored, captured_hidden, check_lm_head, lm_head, measure_kl, no_lm_head
+from ..scoring import (
+    CAN_SKIP_LM_HEAD,
+    Scored,
+    captured_hidden,
+    check_lm_head,
+    lm_head,
+    measure_kl,
+    narrow_tiles,
+    no_lm_head,
+)
 from .checkpointing import KLXCheckpointMixin
 from .completions import CompletionKLs
 
@@ -195,14 +204,16 @@ class KLXTrainerMixin(KLXCheckpointMixin):
     @torch.no_grad()
     def _klx_score_policy(self, args: tuple, kwargs: dict) -> Scored:
         """One more forward of the policy."""
-        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+        plain_forward = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        with plain_forward, narrow_tiles(self.accelerator.device):
             return self._klx_forward(self.model, args, kwargs)[1].detach()
 
     @torch.no_grad()
     def _klx_score_reference(self, args: tuple, kwargs: dict, logps: bool = True) -> Scored:
         """The reference's forward. Without `logps` it ends before the LM head, where the exact KL goes through it anyway."""
         skip = not logps and self.args.kl_needs_full and CAN_SKIP_LM_HEAD
-        with self.kl_reference.active() as model, no_lm_head() if skip else nullcontext():
+        head = no_lm_head() if skip else narrow_tiles(self.accelerator.device)
+        with self.kl_reference.active() as model, head:
             scored = self._klx_forward(model, args, kwargs, check=not skip)[1].detach()
         return Scored(None, scored.hidden) if skip else scored
 

@@ -234,10 +234,9 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
     def _klx_forward(self, model, args: tuple, kwargs: dict, check: bool = True) -> tuple[tuple, Scored]:
         if not torch.is_grad_enabled() and self.args.local_rollout_forward_batch_size is not None:
             kwargs = kwargs | {"batch_size": self.args.local_rollout_forward_batch_size}
-        tiles = narrow_tiles(self.accelerator.device)
         if self._ppo_scores_reference:
-            with tiles:
-                return super()._klx_forward(model, args, kwargs, check)
+            return super()._klx_forward(model, args, kwargs, check)
+        tiles = narrow_tiles(self.accelerator.device)
         with tiles, self.value_function.recording(logits_to_keep=args[2]) as values:
             output = super()._klx_forward(model, args, kwargs, check)
             if not values:
