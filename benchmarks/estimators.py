@@ -191,7 +191,8 @@ def measure_costs() -> list[dict]:
             for kind in ("time", "forward", "full"):
                 case = json.dumps([hidden_size, layers, vocabulary, kind])
                 command = [sys.executable, __file__, "--case", case]
-                results[kind] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+                lines = subprocess.run(command, check=True, capture_output=True).stdout.splitlines()
+                results[kind] = json.loads(lines[-1])  # what is imported may print too
             table.append(
                 {
                     "hidden": hidden_size,
