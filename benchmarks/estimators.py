@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "recipes"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
-from measuring import llama_config  # noqa: E402
+from measuring import llama_config, lm_head_share  # noqa: E402
 from stories import write_dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
@@ -225,12 +225,13 @@ def format_statistics(table: list[dict]) -> str:
 
 def format_costs(table: list[dict]) -> str:
     lines = [
-        "| hidden, layers | vocabulary | reference | with `full` | ratio | memory: reference | with `full` | a (B, T, V) tensor |",
-        "|---|---|---|---|---|---|---|---|",
+        "| hidden, layers | vocabulary | LM head's share | reference | with `full` | ratio | memory: reference | with `full` | a (B, T, V) tensor |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in table:
         lines.append(
-            f"| {row['hidden']}, {row['layers']} | {row['vocabulary']} | {row['forward_seconds']:.2f} s "
+            f"| {row['hidden']}, {row['layers']} | {row['vocabulary']} "
+            f"| {lm_head_share(row['hidden'], row['layers'], row['vocabulary']):.0%} | {row['forward_seconds']:.2f} s "
             f"| {row['full_seconds']:.2f} s | {row['ratio']:.2f} | {row['memory_forward']:.0f} MB "
             f"| {row['memory_full']:.0f} MB | {row['memory_btv']:.0f} MB |"
         )

@@ -43,6 +43,12 @@ def llama_config(hidden: int, layers: int, vocabulary: int, **overrides):
     )
 
 
+def lm_head_share(hidden: int, layers: int, vocabulary: int) -> float:
+    """The LM head's share of the weights that a forward of such a Llama multiplies with."""
+    head, backbone = hidden * vocabulary, layers * hidden * (4 * hidden + 3 * (hidden * 8 // 3))
+    return head / (head + backbone)
+
+
 class Stopwatch:
     """CPU time of a process by step, and within it that of generation. The first step is not counted."""
 

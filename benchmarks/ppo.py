@@ -23,7 +23,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-from measuring import Results, Stopwatch, build_tokenizer, llama_config, take_turns
+from measuring import Results, Stopwatch, build_tokenizer, llama_config, lm_head_share, take_turns
 
 
 OLD_TRL = "1.12.0"
@@ -127,15 +127,28 @@ def run_once(case: dict) -> None:
     watch.report()
 
 
+def predict(case: dict, theirs: dict, results: Results) -> float:
+    """The ratio of times by the formulas of docs/costs.md, from what TRL took."""
+    total, generation = results.median(theirs, "seconds"), results.median(theirs, "generation")
+    # Value and reward models are forwards without the LM head.
+    headless, epochs = 1.0 - lm_head_share(case["hidden"], case["layers"], case["vocabulary"]), case["epochs"]
+    forward = (total - generation) / (1 + 2 * headless + 3 * epochs * (1 + headless))
+    scored = 1 if epochs == 1 else 2
+    return (generation + forward * (scored + headless + 3 * epochs)) / total
+
+
 def show(rows: list[tuple[str, dict, dict]], results: Results) -> None:
-    print(f"{'':26}{'tokens':>7}{'epochs':>7}{'TRL s':>9}{'KLX s':>9}{'tok/s':>9}{'time':>7}{'memory':>8}  goal")
+    print(
+        f"{'':26}{'tokens':>7}{'epochs':>7}{'TRL s':>9}{'KLX s':>9}{'tok/s':>9}{'time':>7}{'by formula':>12}{'memory':>8}  goal"
+    )
     for name, ours, theirs in rows:
         seconds = results.median(ours, "seconds")
+        predicted = "" if "num_layers_unfrozen" in ours else f"{predict(ours, theirs, results):.3f}"
         ratios = {key: results.ratio(ours, theirs, key) for key in GOALS}
         misses = [f"{key} > {goal}" for key, goal in GOALS.items() if ratios[key] > goal]
         print(
             f"{name:26}{ours['tokens']:>7}{ours['epochs']:>7}{results.median(theirs, 'seconds'):>9.3f}{seconds:>9.3f}"
-            f"{BATCH * ours['tokens'] / seconds:>9.1f}{ratios['seconds']:>7.3f}{ratios['megabytes']:>8.3f}  "
+            f"{BATCH * ours['tokens'] / seconds:>9.1f}{ratios['seconds']:>7.3f}{predicted:>12}{ratios['megabytes']:>8.3f}  "
             f"{', '.join(misses) or 'reached'}"
         )
 

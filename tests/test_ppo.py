@@ -78,20 +78,13 @@ def test_what_tools_write_does_not_change_the_estimates(tmp_path):
             "env_mask": [[1] * len(ids) + [0] for ids in answers],
         }
 
-    def alone(prompts, trainer):
-        return {
-            "prompt_ids": trainer.processing_class(prompts)["input_ids"],
-            "completion_ids": [completion_of(prompt) for prompt in prompts],
-            "logprobs": None,
-        }
-
     def reward(prompts, **kwargs):
         return [float(len(prompt)) for prompt in prompts]
 
     settings = SETTINGS | {"max_steps": 1, "num_mini_batches": 1, "num_ppo_epochs": 1, "whiten_advantages": False}
     with_tool, without = (
         train_ppo(tmp_path, RecordingPPOTrainer, rewards=reward, extras={"rollout_func": func}, **settings).rollouts[0]
-        for func in (tool_at_the_end, alone)
+        for func in (tool_at_the_end, scripted)
     )
     length = without["completion_ids"].size(1)
     for name in ("advantages", "ppo_returns"):
@@ -100,14 +93,7 @@ def test_what_tools_write_does_not_change_the_estimates(tmp_path):
 
 
 def test_truncated_completions_can_be_masked(tmp_path):
-    def rollout(prompts, trainer):
-        return {
-            "prompt_ids": trainer.processing_class(prompts)["input_ids"],
-            "completion_ids": [completion_of(prompt) for prompt in prompts],
-            "logprobs": None,
-        }
-
-    trainer = record(tmp_path, mask_truncated_completions=True, extras={"rollout_func": rollout})
+    trainer = record(tmp_path, mask_truncated_completions=True, extras={"rollout_func": scripted})
     check_losses(trainer, build_model())
     for batch in trainer.rollouts:
         cut_off = [EOS not in row for row in batch["completion_ids"].tolist()]

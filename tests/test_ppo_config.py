@@ -302,6 +302,14 @@ def test_two_names_with_one_value_are_accepted():
     assert config.kl_penalty_coef == 0.2
 
 
+def test_scoring_in_batches_where_nothing_is_scored_is_refused():
+    fields = {"local_rollout_forward_batch_size": 4, "num_ppo_epochs": 1, "gradient_accumulation_steps": 1}
+    message = refusal(kl_penalty_coef=0.0, **fields)
+    assert "`local_rollout_forward_batch_size=4` has no effect" in message and "Unset it" in message
+    for scored in ({}, {"kl_penalty_coef": 0.0, "kl_monitor": True}, {"kl_penalty_coef": 0.0, "num_ppo_epochs": 2}):
+        assert build(**(fields | {"kl_penalty_coef": 0.1} | scored)).local_rollout_forward_batch_size == 4
+
+
 @pytest.mark.parametrize("name", COMPUTED)
 def test_what_the_former_trainer_computed_cannot_be_set(name):
     message = refusal(**{name: 64})

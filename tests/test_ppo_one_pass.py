@@ -6,10 +6,10 @@ import pytest
 import torch
 from trl.trainer import utils as trl_utils
 
-from ppo_checks import check_losses, record
+from ppo_checks import check_losses, record, scripted
 from test_forward_budget import count_rows
-from tiny import build_dataset, build_model, logged, weights
-from tiny_ppo import build_scorer, completion_of, train_ppo
+from tiny import build_dataset, build_model, logged, watch_projections, weights
+from tiny_ppo import build_ppo, build_scorer, train_ppo
 
 
 ONE_PASS = {
@@ -19,14 +19,6 @@ ONE_PASS = {
     "num_ppo_epochs": 1,
     "max_steps": 3,
 }
-
-
-def scripted(prompts, trainer):
-    return {
-        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
-        "completion_ids": [completion_of(prompt) for prompt in prompts],
-        "logprobs": None,
-    }
 
 
 @pytest.mark.parametrize("coef", [0.2, 0.0], ids=["penalised", "off"])
@@ -44,18 +36,12 @@ def test_losses_are_those_of_the_plain_loops(owner, coef, tmp_path):
     ids=["one pass", "two epochs", "two micro-batches"],
 )
 def test_how_often_the_policy_is_scored(fields, passes, tmp_path):
-    trainers = []
-
-    def watched(prompts, trainer):
-        if not trainers:
-            trainers.append(trainer)
-            trainer.rows = count_rows(trainer)
-        return scripted(prompts, trainer)
-
     settings = ONE_PASS | fields
-    trainer = train_ppo(tmp_path, kl_penalty_coef=0.2, extras={"rollout_func": watched}, **settings)
+    trainer = build_ppo(tmp_path, kl_penalty_coef=0.2, extras={"rollout_func": scripted}, **settings)
+    rows = count_rows(trainer)
+    trainer.train()
     completions = 3 * 4 * settings["gradient_accumulation_steps"]
-    assert trainer.rows == {"policy": passes * completions, "reference": completions}
+    assert rows == {"policy": passes * completions, "reference": completions}
 
 
 @pytest.mark.parametrize(
@@ -94,21 +80,13 @@ def test_scoring_at_generation_would_change_nothing(fields, tmp_path, monkeypatc
 @pytest.mark.skipif(not hasattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE"), reason="this TRL's tiles have one width")
 def test_tiles_of_logits_are_narrow_on_a_cpu_and_give_the_same(tmp_path, monkeypatch):
     model = build_model(vocab_size=1500)
-    widths, inner = [], trl_utils._ChunkedLogProbFunction
-
-    class Watched:
-        @staticmethod
-        def apply(*args):
-            widths.append(args[5])
-            return inner.apply(*args)
-
-    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Watched)
+    calls = watch_projections(monkeypatch)
     usual = trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
     narrow = train_ppo(tmp_path, model=model, kl_penalty_coef=0.2, **ONE_PASS)
-    assert widths and set(widths) == {512} and trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE == usual
-    widths.clear()
+    assert {args[5] for args in calls} == {512} and trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE == usual
+    calls.clear()
     monkeypatch.setattr("trl_klx.scoring._trl_with", lambda name, value: nullcontext())
     wide = train_ppo(tmp_path, model=build_model(vocab_size=1500), kl_penalty_coef=0.2, **ONE_PASS)
-    assert set(widths) == {usual}
+    assert {args[5] for args in calls} == {usual}
     assert logged(narrow, "loss") == pytest.approx(logged(wide, "loss"), rel=1e-4)
     assert logged(narrow, "klx/kl") == pytest.approx(logged(wide, "klx/kl"), rel=1e-3, abs=1e-6)

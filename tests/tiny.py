@@ -9,6 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.trainer import utils as trl_utils
 
 from oracle import plain_model
 
@@ -198,6 +199,20 @@ def recording(trainer_class):
     host = GRPOTrainer if issubclass(trainer_class, GRPOTrainer) else RLOOTrainer
     below = type(f"Recorded{host.__name__}", (Recorder, host), {})
     return type(f"Recording{trainer_class.__name__}", (TotalRecorder, trainer_class, below), {})
+
+
+def watch_projections(monkeypatch) -> list[tuple]:
+    """The arguments of every call of TRL's projection to log-probs, from now on."""
+    inner, calls = trl_utils._ChunkedLogProbFunction, []
+
+    class Watched:
+        @staticmethod
+        def apply(*args):
+            calls.append(args)
+            return inner.apply(*args)
+
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Watched)
+    return calls
 
 
 # ---- Rollouts that depend on nothing but the prompt ----

@@ -136,7 +136,8 @@ class Watch:
                 "policy": plain_policy(self.trainer),
                 "texts": list(zip(kwargs["prompts"], result[1], strict=True)),
                 # RLOO does not ask for them.
-                "logps": None if result[2] is None else torch.tensor([found[0] for row in result[2] for found in row]),
+                "logps": result[2]
+                and torch.tensor([found[0] for row in result[2] for found in row], dtype=torch.float64),
             }
         )
         return result

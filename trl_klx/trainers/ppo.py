@@ -270,7 +270,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         Whether the whole rollout goes through the loss at once and only once. Its forward then gives what would have to be
         scored at generation otherwise: old log-probs, values, and the KL.
         """
-        return self._klx_mode == "eval" or self.args.steps_per_generation * self.args.num_ppo_epochs == 1
+        return self._klx_mode == "eval" or self.args.in_one_pass
 
     def _klx_score_batch(self, batch: dict, rollout) -> None:
         if rollout.policy is None and not self._ppo_in_one_pass:

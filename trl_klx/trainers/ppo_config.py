@@ -257,6 +257,7 @@ class KLXPPOConfig(KLXGRPOConfig):
         self._split_rollout()
         super().__post_init__()
         self.num_generations = int(self.num_generations)
+        self._validate_scoring()
         if self.total_episodes is not None:
             rollouts = math.ceil(self.total_episodes / self.generation_batch_size)
             micro_batches = rollouts * self.num_ppo_epochs * self.steps_per_generation
@@ -301,6 +302,19 @@ class KLXPPOConfig(KLXGRPOConfig):
         self.per_device_train_batch_size = micro_batch
         self.gradient_accumulation_steps = mini_batch // micro_batch
         self.steps_per_generation = rollout // micro_batch
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether a whole rollout goes through the loss at once and only once."""
+        return self.steps_per_generation * self.num_ppo_epochs == 1
+
+    def _validate_scoring(self):
+        size = self.local_rollout_forward_batch_size
+        if size is not None and self.in_one_pass and not self.kl_enabled and not self.use_vllm:
+            raise ValueError(
+                f"`local_rollout_forward_batch_size={size}` has no effect: with one epoch over one micro-batch and no KL "
+                "control, nothing is scored outside of the loss. Unset it."
+            )
 
     def _validate_ppo_values(self):
         for name, (is_sound, sound, remedy) in _VALUES.items():
