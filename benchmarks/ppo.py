@@ -157,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--full", action="store_true", help="models of 15M to 70M, and completions of up to 512 tokens"
+        "--full", action="store_true", help="models of 15M to 67M, and completions of up to 512 tokens"
     )
     parser.add_argument("--repeats", type=int, default=3, help="runs of each case")
     parser.add_argument("--json", type=Path, help="keep the results in this file, and go on from what it has")
@@ -179,8 +179,8 @@ def main() -> None:
     ]
     if options.full:
         shapes += [
-            ("30M", {"tokens": 64, "epochs": 1, "hidden": 480, "layers": 6, "vocabulary": 32000}),
-            ("70M", {"tokens": 64, "epochs": 1, "hidden": 768, "layers": 6, "vocabulary": 32000}),
+            ("32M", {"tokens": 64, "epochs": 1, "hidden": 480, "layers": 6, "vocabulary": 32000}),
+            ("67M", {"tokens": 64, "epochs": 1, "hidden": 768, "layers": 6, "vocabulary": 32000}),
         ]
     rows, groups = [], []
     for index, (name, shape) in enumerate(shapes):
