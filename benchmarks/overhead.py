@@ -169,6 +169,11 @@ def run_in_turns(cases: list[dict]) -> None:
     print(MARK + json.dumps(result), flush=True)
 
 
+def default_steps(tokens: int, vocabulary: int, accumulation: int) -> int:
+    """The fewer the longer they take."""
+    return max(3, min(8, round(8 * 64 * 32000 / (tokens * vocabulary * accumulation))))
+
+
 def goals(name: str, case: dict) -> tuple[float, float]:
     """The largest ratios of time and memory that are good enough."""
     if name == "off":
@@ -299,7 +304,7 @@ def main() -> None:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--full", action="store_true", help="the 15M model and the whole grid")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each case")
-    parser.add_argument("--steps", type=int, default=8, help="steps of each run; the first is not counted")
+    parser.add_argument("--steps", type=int, help="steps of each run; the first is not counted (default 8 to 3)")
     parser.add_argument("--json", type=Path, help="keep the results in this file, and go on from what it has")
     parser.add_argument("--trainers", nargs="+", choices=["GRPO", "RLOO"], default=["GRPO", "RLOO"])
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
@@ -318,8 +323,8 @@ def main() -> None:
     rows, groups = [], []
     # The cheapest first, so that a run that is stopped has something to show.
     for accumulation, vocabulary, tokens in itertools.product(accumulations, vocabularies, lengths):
-        shape = {"tokens": tokens, "vocabulary": vocabulary, "accumulation": accumulation, "steps": options.steps}
-        shape |= FULL_SIZE if full else SMALL_SIZE
+        shape = {"tokens": tokens, "vocabulary": vocabulary, "accumulation": accumulation}
+        shape |= {"steps": options.steps or default_steps(**shape)} | (FULL_SIZE if full else SMALL_SIZE)
         for trainer, group in itertools.product(options.trainers, options.groups):
             fields, compared = GROUPS[group]
             theirs = {"trainer": trainer, "ours": False, **fields, **shape}

@@ -25,6 +25,7 @@ import torch
 from resumption import build_run, outcome
 from tiny import trained_lora
 from tiny_ppo import build_resumed_run, ppo_outcome
+from trl_klx.resuming import checkpoint_fault
 
 
 torch.set_num_threads(1)
@@ -115,6 +116,11 @@ def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: i
     return ends(child) == "signal 9"
 
 
+def is_over(folder: Path, last: int) -> bool:
+    checkpoint = folder / f"checkpoint-{last}"
+    return checkpoint.exists() and checkpoint_fault(str(checkpoint)) is None
+
+
 def train_whole(trainer: str, run: str, folder: Path, adapter: str, whole: Path) -> None:
     """Train without interruption; keep the outcome, and how long each phase takes."""
     built = build(trainer, run, folder, adapter)
@@ -185,8 +191,9 @@ def main() -> None:
                 step = draw.randrange(every, last)
             length = torch.load(whole, weights_only=False)["lengths"][phase]
             delay = draw.uniform(0.0, 0.9) * length
-            # Lengths were measured once, and the machine may have become faster since.
-            while not kill(trainer, run, folder, adapter, phase, step, delay):
+            # Lengths were measured once, and the machine may have become faster since. A run whose last checkpoint is
+            # whole was over: resumed, it would train one step too many, as every run of the host does.
+            while not kill(trainer, run, folder, adapter, phase, step, delay) or is_over(folder, last):
                 shutil.rmtree(folder)
                 delay /= 4
             left = sorted(path.name for path in folder.glob("checkpoint-*"))
