@@ -306,6 +306,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="runs of each case")
     parser.add_argument("--steps", type=int, help="steps of each run; the first is not counted (default 8 to 3)")
     parser.add_argument("--json", type=Path, help="keep the results in this file, and go on from what it has")
+    parser.add_argument("--show", action="store_true", help="measure nothing, show what the file has")
     parser.add_argument("--trainers", nargs="+", choices=["GRPO", "RLOO"], default=["GRPO", "RLOO"])
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--tokens", nargs="+", type=int, help="lengths (default 32, with --full 64 256 512)")
@@ -334,7 +335,7 @@ def main() -> None:
                 groups.append([costs.pair, *costs.alone])
                 rows.append((name, ours, costs))
     try:
-        take_turns(__file__, groups, results, options.repeats)
+        take_turns(__file__, [] if options.show else groups, results, options.repeats)
     except KeyboardInterrupt:
         print("\nstopped; what is there:")
     rows = [row for row in rows if row[2].complete]

@@ -45,11 +45,11 @@ def main() -> None:
     shape = (options.rows, options.tokens)
     rewards, values = torch.randn(2, *shape, generator=generator)
     lengths = torch.randint(options.tokens // 4, options.tokens + 1, (options.rows, 1), generator=generator)
-    padded = (torch.arange(options.tokens) < lengths).long()
+    padded = torch.arange(options.tokens) < lengths
     masks = {
-        "no padding": torch.ones(shape, dtype=torch.long),
+        "no padding": torch.ones(shape, dtype=torch.bool),
         "padding": padded,
-        "tool outputs": padded * (torch.rand(shape, generator=generator) < 0.9),
+        "tool outputs": padded & (torch.rand(shape, generator=generator) < 0.9),
     }
     calls = {"cumsum": lambda: rewards.cumsum(1)}
     for name, mask in masks.items():

@@ -92,30 +92,35 @@ def _gae_of_rows(
     lam: float,
 ) -> None:
     chosen = selector(mask, values)
-    rewards, values = select(rewards, chosen), select(values, chosen)
+    values = select(values, chosen, advantages)
     if _has_no_holes(chosen):
-        _lambda_returns(rewards, values, gamma, lam, returns)
+        _lambda_returns(rewards, values, chosen, gamma, lam, returns)
     else:
         mask = mask.bool()
         # Unmasked tokens move to the left in their order. The masked, all zero, share the last slot: where there is one
         # of them, no unmasked token gets that far.
         slots = mask.cumsum(1).sub_(1).masked_fill_(~mask, mask.shape[1] - 1)
         packed_values = torch.zeros_like(values).scatter_(1, slots, values)
-        packed_rewards = torch.zeros_like(values).scatter_(1, slots, rewards)
-        packed_returns = _lambda_returns(packed_rewards, packed_values, gamma, lam)
+        packed_rewards = torch.zeros_like(values).scatter_(1, slots, select(rewards, chosen))
+        packed_returns = _lambda_returns(packed_rewards, packed_values, None, gamma, lam)
         torch.where(mask, packed_returns.gather(1, slots), values.new_zeros(()), out=returns)
     torch.sub(returns, values, out=advantages)
 
 
 def _lambda_returns(
-    rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float, out: torch.Tensor | None = None
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    chosen: torch.Tensor | None,
+    gamma: float,
+    lam: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     # `A_t + V_t = r_t + gamma * (1 - lam) * V_{t+1} + gamma * lam * (A_{t+1} + V_{t+1})`: one pass less over the data
-    # than the sum of the deltas. Both arguments are 0 after the last token.
+    # than the sum of the deltas. The values are 0 after the last token; what the rewards are there is left out.
     summands = torch.empty_like(rewards, memory_format=torch.contiguous_format)
     torch.add(rewards[:, :-1], values[:, 1:], alpha=gamma * (1.0 - lam), out=summands[:, :-1])
     summands[:, -1:] = rewards[:, -1:]
-    return suffix_sum(summands, gamma * lam, out)
+    return suffix_sum(select(summands, chosen, summands), gamma * lam, out)
 
 
 def _has_no_holes(chosen: torch.Tensor | None) -> bool:
@@ -123,9 +128,10 @@ def _has_no_holes(chosen: torch.Tensor | None) -> bool:
     # would be waited for, and moving is cheap there.
     if chosen is None:
         return True
-    if chosen.device.type != "cpu" or chosen.dtype != torch.int32:
+    if chosen.device.type != "cpu":
         return False
-    return chosen.shape[1] < 2 or bool((chosen[:, 1:] - chosen[:, :-1]).amax() <= 0)
+    steps = chosen.view(torch.int8).diff(dim=1)
+    return not steps.numel() or bool(steps.amax() <= 0)
 
 
 def clipped_value_loss(

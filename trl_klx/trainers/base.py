@@ -234,9 +234,9 @@ class KLXTrainerMixin(KLXCheckpointMixin):
 
     @staticmethod
     def _klx_mask(batch: dict) -> torch.Tensor:
-        """Completion tokens that the policy itself produced."""
-        mask = batch["completion_mask"]
-        return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+        """Completion tokens that the policy itself produced. As bool, which all that is done with it asks for."""
+        mask = batch["completion_mask"].bool()
+        return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
 
     def _generate_and_score_completions(self, inputs):
         if self.kl_reference is None:

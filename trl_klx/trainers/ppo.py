@@ -306,7 +306,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         """Rewards, advantages and returns of a rollout."""
         mode, args = self._klx_mode, self.args
         scores, scorable, rows = batch.pop("ppo_scores"), batch.pop("ppo_scorable"), batch.pop("ppo_rows")
-        mask = self._klx_mask(batch) * scorable.unsqueeze(1)
+        mask = self._klx_mask(batch) & scorable.unsqueeze(1)
         penalty = batch.pop("klx_per_token_kl", torch.zeros_like(values))
         rewards = shape_rewards(scores, penalty, mask, 1.0)  # (B, T)
         non_score = -(penalty * mask).sum(1)
