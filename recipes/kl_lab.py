@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,8 @@ class Setup:
 def _load_reward(name: str, device) -> Callable[..., list[float]]:
     if not os.path.exists(name) and "/" not in name and "." in name:
         module, function = name.rsplit(".", 1)
+        # A script's own folder is on the path, the one that it is called from is not.
+        sys.path.append(os.getcwd())
         return getattr(importlib.import_module(module), function)
     model, tokenizer = load_reward_model(name, None, device)
     return make_reward(model, tokenizer, [], delta=False)[1]

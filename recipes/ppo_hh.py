@@ -10,7 +10,7 @@ accelerate launch recipes/ppo_hh.py
 On real models and data (see `recipes/ppo_hh_1b.yaml` and its kin):
 
 ```bash
-accelerate launch recipes/ppo_hh.py --config recipes/ppo_hh_1b.yaml
+accelerate launch recipes/ppo_hh.py --config recipes/ppo_hh_1b.yaml --reward_model_path path/to/reward_model
 accelerate launch recipes/ppo_hh.py \
     --model_name_or_path EleutherAI/pythia-1b \
     --reward_model_path path/to/reward_model \

@@ -123,7 +123,7 @@ class KLXConfigMixin:
             If unset, each refresh is a plain copy.
         kl_placement (`str`, *optional*, defaults to `"advantage"`):
             Where the penalty acts: `"advantage"` (zero-mean adjustment of per-token advantages), `"reward"` (the
-            sequence's KL is subtracted from its reward) or `"loss"` (a KL term in the loss).
+            KL is subtracted from the reward: a sequence's, or in PPO each token's) or `"loss"` (a KL term in the loss).
         kl_estimator (`str`, *optional*):
             Per-token estimator that is penalised: `"k1"`, `"k2"`, `"k3"`, `"abs"`, `"full"`, `"trlx"` or
             `"importance"`. If unset, `"k1"`, and `"k3"` with `kl_placement="loss"`, which knows no other.
@@ -179,8 +179,8 @@ class KLXConfigMixin:
     )
     kl_placement: str = _kl_field(
         "advantage",
-        "Where the penalty acts: 'advantage' (zero-mean adjustment of per-token advantages), 'reward' (the sequence's "
-        "KL is subtracted from its reward) or 'loss' (a KL term in the loss).",
+        "Where the penalty acts: 'advantage' (zero-mean adjustment of per-token advantages), 'reward' (the KL is "
+        "subtracted from the reward: a sequence's, or in PPO each token's) or 'loss' (a KL term in the loss).",
         KL_PLACEMENTS,
     )
     kl_estimator: str | None = _kl_field(
