@@ -15,7 +15,6 @@ from trl_klx.advantages import (
     kl_adjustment,
     masked_mean,
     masked_moments,
-    masked_whiten,
     sequence_means,
     whiten_with_moments,
 )
@@ -266,13 +265,17 @@ class TestCenterKLAdvantages:
             center_kl_advantages(torch.zeros(2), torch.zeros(2, 3), torch.ones(2, 4), 0.1)
 
 
+def whiten(values, mask, shift_mean=True):
+    return whiten_with_moments(values, mask, masked_moments(values, mask), shift_mean)
+
+
 class TestWhitening:
     def test_golden(self):
         # Values 1, 3, 5: mean 3, biased variance 8/3, so +-2 / 1.632993 = +-1.224745.
         values, mask = torch.tensor([[1.0, 3.0], [5.0, NAN]]), torch.tensor([[1, 1], [1, 0]])
         assert masked_moments(values, mask).tolist() == [3.0, 9.0, 35.0]
-        torch.testing.assert_close(masked_whiten(values, mask), torch.tensor([[-1.224745, 0.0], [1.224745, 0.0]]))
-        kept = masked_whiten(values, mask, shift_mean=False)
+        torch.testing.assert_close(whiten(values, mask), torch.tensor([[-1.224745, 0.0], [1.224745, 0.0]]))
+        kept = whiten(values, mask, shift_mean=False)
         torch.testing.assert_close(kept, torch.tensor([[1.775255, 3.0], [4.224745, 0.0]]))
 
     @settings(deadline=None)
@@ -281,29 +284,29 @@ class TestWhitening:
         values, mask = random_case(seed, keep=0.8)
         kept = values[mask].double().numpy()
         expected = (kept - kept.mean()) / np.sqrt(kept.var() + 1e-8)
-        np.testing.assert_allclose(masked_whiten(values, mask)[mask].numpy(), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(whiten(values, mask)[mask].numpy(), expected, rtol=1e-5, atol=1e-6)
 
     def test_large_offset(self):
         values = 1e4 + torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
         mask = torch.ones(64, 128)
         exact = values.double()
         expected = (exact - exact.mean()) / exact.std(correction=0)
-        assert (masked_whiten(values, mask).double() - expected).abs().max() < 1e-6
+        assert (whiten(values, mask).double() - expected).abs().max() < 1e-6
 
     def test_moments_of_parts_add_up(self):
         values, mask = random_case(3)
         moments = masked_moments(values[:2], mask[:2]) + masked_moments(values[2:], mask[2:])
         parts = [whiten_with_moments(values[i : i + 2], mask[i : i + 2], moments) for i in (0, 2)]
-        torch.testing.assert_close(torch.cat(parts), masked_whiten(values, mask))
+        torch.testing.assert_close(torch.cat(parts), whiten(values, mask))
 
     def test_too_few_values(self):
         values = torch.tensor([[5.0, NAN]])
-        assert masked_whiten(values, torch.tensor([[1, 0]])).tolist() == [[0.0, 0.0]]
-        assert masked_whiten(values, torch.tensor([[1, 0]]), shift_mean=False).tolist() == [[5.0, 0.0]]
-        assert masked_whiten(values, torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
+        assert whiten(values, torch.tensor([[1, 0]])).tolist() == [[0.0, 0.0]]
+        assert whiten(values, torch.tensor([[1, 0]]), shift_mean=False).tolist() == [[5.0, 0.0]]
+        assert whiten(values, torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
 
     def test_errors(self):
         with pytest.raises(ValueError, match=r"`moments`.*\(2,\)"):
             whiten_with_moments(torch.zeros(2), torch.ones(2), torch.zeros(2))
         with pytest.raises(ValueError, match=r"`values` \(2,\), `mask` \(3,\)"):
-            masked_whiten(torch.zeros(2), torch.ones(3))
+            whiten(torch.zeros(2), torch.ones(3))

@@ -53,6 +53,14 @@ def test_settings_reference_and_outcome(tmp_path):
     assert "Cite TRL as:" in text
 
 
+def test_a_kl_that_is_no_number_is_passed_over(tmp_path):
+    trainer = build_trainer(KLXGRPOTrainer, tmp_path, kl_penalty_coef=0.1)
+    trainer.train()
+    # So TRL logs the mean of nothing but NaN.
+    trainer.state.log_history.append({"step": 4, "klx/kl": None, "klx/coef": 0.1})
+    assert "KL at step 3" in rows_of(card_of(trainer, tmp_path))
+
+
 def test_the_card_is_written_with_each_checkpoint(tmp_path):
     fields = {"kl_penalty_coef": 0.1, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     trainer = build_trainer(KLXRLOOTrainer, tmp_path, **fields)

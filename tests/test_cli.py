@@ -191,8 +191,17 @@ def test_compare_real_runs(runs):
     )
     assert lines[1].startswith("ours") and " 0.5 " in lines[1] and "target (" in lines[1]
     assert lines[2].startswith("theirs") and "*" in lines[2] and lines[2].endswith("no target")
-    assert "TRL's own `kl`" in lines[3]
+    assert "TRL's own KL" in lines[3]
     assert lines[-1].startswith("verdict: ") and "closest ours" in lines[-1] and "highest reward" in lines[-1]
+
+
+@pytest.mark.parametrize("key", ["kl", "objective__kl"])
+def test_the_target_of_a_callback_is_in_the_unit_of_the_trainers_own_kl(key, tmp_path):
+    series = {key: [0.01, 0.05, 0.05, 0.05], "klx__target": [0.05] * 4, "klx__coef": [0.1] * 4}
+    write_state(tmp_path / "run", rows_of(**series))
+    summary = compare.summarise(read_run(tmp_path / "run"))
+    assert summary.target == 0.05 and summary.rms_error == 0.0 and summary.peak == 1.0
+    assert "TRL's own KL" in compare.format_summaries([summary])
 
 
 def test_compare_one_run_and_one_without_kl(runs, tmp_path, capsys):

@@ -25,7 +25,7 @@ from config_fields import (
     kl_fields,
     refusal,
 )
-from trl_klx import KLController, KLXGRPOConfig, register_kl_controller
+from trl_klx import KLController, KLXGRPOConfig, KLXPPOConfig, KLXRLOOConfig, register_kl_controller
 
 
 # ---- Combinations ----
@@ -174,6 +174,37 @@ def test_normalised_rewards_would_undo_a_penalty_in_the_reward():
     assert "Set `multi_objective_aggregation='sum_then_normalize'`, or `kl_placement='advantage'`" in message
     for placement in ("advantage", "loss"):
         assert build(**fields, kl_placement=placement).kl_placement == placement
+
+
+def test_rewards_scaled_by_group_hide_a_penalty_in_the_reward():
+    fields = {"kl_penalty_coef": 0.1, "kl_placement": "reward"}
+    with pytest.warns(UserWarning, match="`kl_placement='reward'` with `scale_rewards='group'`"):
+        build(**fields)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*scale_rewards.*")
+        build(**fields, scale_rewards="none")
+        build(KLXRLOOConfig, **fields)
+        build(KLXPPOConfig, **fields)
+
+
+def test_one_ratio_per_sequence_would_undo_an_adjustment_centered_in_it():
+    fields = {"kl_penalty_coef": 0.1, "importance_sampling_level": "sequence"}
+    assert "`kl_centering='sequence'` has no effect with" in refusal(**fields, kl_centering="sequence")
+    assert build(**fields, kl_centering="batch").kl_centering == "batch"
+
+
+@pytest.mark.parametrize(
+    "best",
+    [
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2},
+        {"metric_for_best_model": "eval_reward", "save_total_limit": 1},
+    ],
+)
+def test_the_reference_must_not_be_taken_for_the_best_checkpoint(best):
+    fields = {"kl_penalty_coef": 0.1, "save_strategy": "steps"} | best
+    assert "might be taken for the best one, or deleted" in refusal(**fields, kl_penalty_reference_step=200)
+    build(**fields, kl_penalty_reference_step=0)
+    build(**(fields | {"load_best_model_at_end": False, "save_total_limit": 2}), kl_penalty_reference_step=200)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +430,7 @@ def test_replace_validates():
 @pytest.mark.parametrize("placement", ["advantage", "reward"])
 def test_exact_kl_as_a_penalty_warns(placement, tmp_path):
     fields = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "kl_placement": placement}
+    fields |= {"scale_rewards": "none"}
     with pytest.warns(UserWarning, match="`kl_estimator='full'` .* restrains far less than 'k1'"):
         KLXGRPOConfig(**fields, kl_penalty_coef=0.05, kl_estimator="full")
     with warnings.catch_warnings():

@@ -417,16 +417,35 @@ class TestRegistry:
         with pytest.raises(ValueError, match="'narrow'.*'target'"):
             get_kl_controller("narrow", init_coef=0.1, target=6.0)
 
-    def test_rule_that_returns_nan(self, registry):
+    @pytest.mark.parametrize("returned, scales", [(NAN, True), (-0.1, False), (0.0, True), (INF, False)])
+    def test_rule_that_returns_no_coefficient(self, returned, scales, registry):
         @register_kl_controller("broken")
         class Broken(KLController):
-            def _next(self, kl, n_steps):
-                return NAN
+            multiplicative = scales
+            uses = frozenset({"target"})
 
-        controller = build("broken")
-        with pytest.raises(ValueError, match="Broken._next.*NaN"):
+            def _next(self, kl, n_steps):
+                return returned
+
+        controller = get_kl_controller("broken", init_coef=0.1)
+        with pytest.raises(ValueError, match=rf"Broken._next.* returned {returned}, but a coefficient must be finite"):
             controller.update(6.0, 64)
         assert controller.value == 0.1
+
+    def test_rule_that_ends_at_zero(self, registry):
+        @register_kl_controller("ending")
+        class Ending(KLController):
+            multiplicative = False
+            uses = frozenset()
+
+            def _next(self, kl, n_steps):
+                return max(0.0, self.value - 0.05)
+
+        controller = get_kl_controller("ending", init_coef=0.1)
+        assert [controller.update(1.0, 8) for _ in range(3)] == [0.05, 0.0, 0.0]
+        again = get_kl_controller("ending", init_coef=0.1)
+        again.load_state_dict(controller.state_dict())
+        assert again.value == 0.0
 
     def test_only_controllers_can_be_registered(self, registry):
         with pytest.raises(TypeError, match="'thing'.*KLController"):

@@ -18,9 +18,16 @@ import trl_klx
 from tiny import build_trainer, lora, scripted_rollout, trained_lora
 from tiny_ppo import build_ppo
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
-from trl_klx.advantages import center_kl_advantages, discount_kl, group_means, masked_whiten, sequence_means
+from trl_klx.advantages import (
+    center_kl_advantages,
+    discount_kl,
+    group_means,
+    masked_moments,
+    sequence_means,
+    whiten_with_moments,
+)
 from trl_klx.estimators import KL_ESTIMATORS, estimate_kl, kl_totals
-from trl_klx.gae import clipped_value_loss, compute_gae, explained_variance, shape_rewards
+from trl_klx.gae import clipped_value_loss, compute_gae, shape_rewards
 
 
 OURS = str(Path(trl_klx.__file__).parent)
@@ -138,12 +145,11 @@ def maths(device):
     yield "advantages", lambda: center_kl_advantages(row, kl, mask, coef, 0.9)
     yield "groups", lambda: group_means(row, row, torch.tensor([5, 5, 7, 7], device=device))
     yield "sequences", lambda: sequence_means(kl, mask)
-    yield "whitening", lambda: masked_whiten(values, mask)
+    yield "whitening", lambda: whiten_with_moments(values, mask, masked_moments(values, mask))
     yield "totals", lambda: kl_totals(kl, mask)
     yield "rewards", lambda: shape_rewards(row, kl, mask, coef)
     yield "gae", lambda: compute_gae(kl, values, mask, 0.99, 0.95)
     yield "value loss", lambda: clipped_value_loss(values, kl, returns, mask, 0.2)
-    yield "explained variance", lambda: explained_variance(values, returns, mask)
     for kind in KL_ESTIMATORS:
         if kind != "full":
             yield kind, lambda kind=kind: estimate_kl(kl, values, kind)

@@ -11,7 +11,6 @@ from trl_klx.estimators import (
     MAX_LOG_RATIO,
     estimate_full_kl,
     estimate_kl,
-    kl_statistic,
     kl_totals,
     sum_kl_per_sequence,
 )
@@ -311,8 +310,6 @@ class TestReductions:
         assert sum_kl_per_sequence(self.KL, self.MASK).tolist() == [3.0, 4.0, 0.0]
         totals = kl_totals(self.KL, self.MASK)
         assert totals.dtype == torch.float64 and totals.tolist() == [7.0, 3.0, 2.0]
-        assert kl_statistic(totals, "sequence").item() == 3.5
-        assert kl_statistic(totals, "token").item() == pytest.approx(7 / 3)
 
     @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
     def test_any_mask_dtype(self, dtype):
@@ -332,10 +329,6 @@ class TestReductions:
         torch.testing.assert_close(sum_kl_per_sequence(kl, mask), sum_kl_per_sequence(deleted, everything))
         torch.testing.assert_close(kl_totals(kl, mask), kl_totals(deleted, everything))
 
-    @pytest.mark.parametrize("unit", ["sequence", "token"])
-    def test_nothing_counted_is_nan(self, unit):
-        assert kl_statistic(torch.zeros(3, dtype=torch.float64), unit).isnan()
-
     def test_real_nan_shows(self):
         assert kl_totals(torch.tensor([[NAN]]), torch.ones(1, 1))[0].isnan()
 
@@ -345,10 +338,6 @@ class TestReductions:
         assert kl.grad.tolist() == self.MASK.float().tolist()
 
     def test_errors(self):
-        with pytest.raises(ValueError, match="'episode'.*sequence, token"):
-            kl_statistic(torch.zeros(3), "episode")
-        with pytest.raises(ValueError, match=r"\(2,\)"):
-            kl_statistic(torch.zeros(2), "token")
         with pytest.raises(ValueError, match=r"`per_token_kl` \(2, 3\), `mask` \(2, 2\)"):
             kl_totals(torch.zeros(2, 3), torch.zeros(2, 2))
         with pytest.raises(ValueError, match=r"2 dimensions.*\(3,\)"):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_klx import advantages as advantages_module
-from trl_klx.gae import clipped_value_loss, compute_gae, explained_variance, shape_rewards
+from trl_klx.gae import clipped_value_loss, compute_gae, shape_rewards
 
 
 NAN = math.nan
@@ -211,19 +211,3 @@ class TestClippedValueLoss:
             clipped_value_loss(self.VALUES, self.OLD_VALUES, self.RETURNS, self.MASK, 0.0)
         with pytest.raises(ValueError, match=r"`values` \(1, 4\), `old_values` \(1, 4\), `returns` \(1, 3\)"):
             clipped_value_loss(self.VALUES, self.OLD_VALUES, self.RETURNS[:, :3], self.MASK, 0.2)
-
-
-class TestExplainedVariance:
-    def test_golden(self):
-        # R = 1, 3, 5: variance 8/3. R - V = 0, 1, 2: variance 2/3. 1 - (2/3) / (8/3) = 0.75.
-        returns, values = torch.tensor([[1.0, 3.0, 5.0, NAN]]), torch.tensor([[1.0, 2.0, 3.0, NAN]])
-        mask = torch.tensor([[1, 1, 1, 0]])
-        assert explained_variance(values, returns, mask).item() == pytest.approx(0.75)
-        assert explained_variance(returns, returns, mask).item() == 1.0
-        assert explained_variance(torch.zeros(1, 4), returns, mask).item() == 0.0
-        # V = -R doubles the residual: 1 - 4 = -3.
-        assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
-
-    def test_constant_returns_and_empty_mask(self):
-        assert explained_variance(torch.randn(1, 3), torch.full((1, 3), 0.1), torch.ones(1, 3)).item() == 0.0
-        assert explained_variance(torch.randn(1, 3), torch.randn(1, 3), torch.zeros(1, 3)).item() == 0.0

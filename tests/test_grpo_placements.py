@@ -152,6 +152,29 @@ def test_reward_placement_with_several_reward_functions(tmp_path):
     assert penalty == pytest.approx([-c * k for c, k in zip(coef, k1, strict=True)], rel=1e-4, abs=1e-6)
 
 
+def test_reward_placement_leaves_the_users_lists_alone(tmp_path):
+    rewards = [reward_even_tokens]
+    fields = {"kl_penalty_coef": 0.3, "kl_placement": "reward", "scale_rewards": "none", "rewards": rewards}
+    for seed in range(2):
+        trainer = train(KLXGRPOTrainer, tmp_path, seed=seed, max_steps=1, reward_weights=[2.0], **fields)
+        assert rewards == [reward_even_tokens] and len(trainer.reward_funcs) == 2
+
+
+def test_reward_placement_with_a_coefficient_that_ends_at_zero(tmp_path):
+    @register_kl_controller("test-ending")
+    class Ending(KLController):
+        multiplicative = False
+        uses = frozenset()
+
+        def _next(self, kl, n_steps):
+            return 0.0
+
+    fields = {"kl_penalty_coef": 0.3, "kl_placement": "reward", "scale_rewards": "none"}
+    trainer = train(KLXGRPOTrainer, tmp_path, kl_controller="test-ending", learning_rate=1e-2, **fields)
+    assert logged(trainer, "klx/coef") == [0.3, 0.0, 0.0]
+    assert logged(trainer, "rewards/kl_penalty/mean")[1:] == [0.0, 0.0] and logged(trainer, "klx/kl")[-1] > 0
+
+
 # ---- kl_placement="loss" ----
 
 

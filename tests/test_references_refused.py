@@ -26,7 +26,7 @@ from reference_checks import (
     scored,
     trained_policy,
 )
-from tiny import build_model, lora
+from tiny import build_model, logged, lora
 from trl_klx import KLXGRPOConfig
 from trl_klx.adapters import REFERENCE_ADAPTER, hash_tensors
 from trl_klx.references import _check_engine, fingerprint, saved_steps
@@ -198,6 +198,20 @@ def test_policy_that_trains_the_base_weights_which_the_reference_shares(tmp_path
     assert "The policy trains 'base_model.model.lm_head.weight'" in refusal(tmp_path, model=thawed, **fields)
 
 
+@pytest.mark.parametrize("fields", [{}, {"kl_ref_adapter_path": "adapter"}], ids=str)
+def test_policy_whose_adapter_has_taken_over_a_part_of_the_base(fields, tmp_path, adapter_path):
+    if fields:
+        fields = {"kl_ref_adapter_path": adapter_path}
+    message = refusal(tmp_path, peft=lora(init_lora_weights="pissa"), **fields)
+    assert "`init_lora_weights='pissa'`" in message and "`kl_penalty_reference_step=0`" in message
+
+
+def test_step_0_of_a_policy_whose_adapter_has_taken_over_a_part_of_the_base(tmp_path):
+    trainer = run(tmp_path, peft=lora(init_lora_weights="pissa"), **PENALTY, kl_penalty_reference_step=0)
+    # Against the residual that is left of the base, the KL of the first batch would be large.
+    assert logged(trainer, "klx/kl")[0] == pytest.approx(0.0, abs=1e-5)
+
+
 def test_a_second_trainer_on_the_same_policy(tmp_path):
     policy = trained_policy()
     run(tmp_path, model=policy, **PENALTY, kl_penalty_reference_step=0, train=False)
@@ -218,7 +232,9 @@ def test_what_fsdp1_cannot_do(fields, message, tmp_path):
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
     args = KLXGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, kl_penalty_coef=0.1, **fields)
     with pytest.raises(ValueError, match=message):
-        _check_engine(args, accelerator, moving="kl_statistic" not in fields)
+        _check_engine(args, accelerator, build_model(), moving="kl_statistic" not in fields)
+    with pytest.raises(ValueError, match="reference of a PEFT policy cannot be served by FSDP version 1"):
+        _check_engine(args, accelerator, trained_policy(), moving=False)
 
 
 # ---- Full models of every kind ----

@@ -237,6 +237,26 @@ def test_without_state_it_warns_and_starts_from_the_config(folder, adapter):
     assert logged(trainer, "klx/coef")[6] == 0.2
 
 
+@pytest.mark.parametrize("fields", [{"kl_ref_lag": 4}, {"kl_ref_sync_steps": 5, "kl_ref_mixup_alpha": 0.6}], ids=str)
+def test_without_state_a_moving_reference_starts_from_the_policy_as_it_is(fields, folder, adapter):
+    (folder / "checkpoint-6" / "kl_state.json").unlink()
+    with pytest.warns(UserWarning, match="a moving reference starts from the policy as it is now"):
+        trainer = resume(folder, adapter, name="base", **fields)
+    # The first batch after it is the policy's own. The run's first policy is some nats away.
+    assert logged(trainer, "klx/kl")[6] == pytest.approx(0.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("trainer_class", [KLXGRPOTrainer, KLXRLOOTrainer])
+def test_checkpoints_inside_a_rollout_warn(trainer_class, tmp_path):
+    fields = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
+    with pytest.warns(UserWarning, match=r"`save_steps=3` puts checkpoints inside a rollout.* multiple of 2"):
+        build_trainer(trainer_class, tmp_path, kl_penalty_coef=0.1, **fields)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*inside a rollout.*")
+        build_trainer(trainer_class, tmp_path, kl_penalty_coef=0.1, **(fields | {"save_steps": 4}))
+        build_trainer(trainer_class, tmp_path, beta=0.0, **fields)
+
+
 def test_nothing_warns_when_nothing_changed(folder, adapter):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*KL.*")
@@ -309,7 +329,7 @@ def test_a_corrupt_state_is_refused(content, message, folder, adapter):
 def test_a_lost_moving_reference_is_refused(adapter, tmp_path):
     build_run("sync", str(tmp_path), adapter).train()
     (tmp_path / "checkpoint-6" / "kl_reference.safetensors").write_bytes(b"torn")
-    with pytest.raises(ValueError, match="Cannot resume: the weights of the moving reference in .*cannot be read"):
+    with pytest.raises(ValueError, match="Cannot resume: the weights of the reference in .*cannot be read"):
         resume(tmp_path, adapter, name="sync")
 
 

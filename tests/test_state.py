@@ -184,7 +184,7 @@ def test_missing_keys(tmp_path, key):
 
 def test_missing_weights_of_a_moving_reference(tmp_path):
     write_kl_state(str(tmp_path), STATE, {})
-    with pytest.raises(ValueError, match="Cannot resume: the weights of the moving reference in .* cannot be read"):
+    with pytest.raises(ValueError, match="Cannot resume: the weights of the reference in .* cannot be read"):
         read_kl_reference(str(tmp_path))
 
 
@@ -194,7 +194,7 @@ def test_truncated_weights_of_a_moving_reference(tmp_path, share):
     file = tmp_path / REFERENCE
     content = file.read_bytes()
     file.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(ValueError, match="Cannot resume: the weights of the moving reference") as caught:
+    with pytest.raises(ValueError, match="Cannot resume: the weights of the reference") as caught:
         read_kl_reference(str(tmp_path))
     assert str(file) in str(caught.value) and "Resume from another checkpoint" in str(caught.value)
 

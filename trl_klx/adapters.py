@@ -43,7 +43,7 @@ _PLAIN_LORA = set(
     """.split()
 )
 # Initialisations that leave the base weights alone.
-_PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
+PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def trained_adapter(model: PeftModel) -> str:
@@ -263,7 +263,7 @@ def _reference_config(config: PeftConfig, rewritten: bool = False) -> PeftConfig
                 f"it sets `{other[0]}`, but the reference must be a plain LoRA adapter that leaves the base weights, "
                 "which it shares with the policy, as they are."
             )
-        if config.init_lora_weights not in _PLAIN_INITS and not rewritten:
+        if config.init_lora_weights not in PLAIN_INITS and not rewritten:
             raise _BadAdapterError(
                 f"it was initialised with {config.init_lora_weights!r}, which rewrites the base weights that policy and "
                 "reference share. Convert it to a plain LoRA adapter first."

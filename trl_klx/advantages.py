@@ -384,23 +384,3 @@ def whiten_with_moments(
     if not shift_mean:
         whitened = whitened + mean
     return _zero_masked(whitened.to(kept.dtype), mask)
-
-
-def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
-    """
-    Scale the unmasked values to unit variance and, with `shift_mean`, mean 0.
-
-    [`masked_moments`] and [`whiten_with_moments`] in one, for values that are all on this process.
-
-    Args:
-        values (`torch.Tensor`):
-            Any shape. Gradients flow to it, not through mean and variance.
-        mask (`torch.Tensor`):
-            The same shape, 1 = counts.
-        shift_mean (`bool`, *optional*, defaults to `True`):
-            Whether the result has mean 0.
-
-    Returns:
-        `torch.Tensor`: fp32, the shape of `values`, 0 where masked.
-    """
-    return whiten_with_moments(values, mask, masked_moments(values, mask), shift_mean)

@@ -47,7 +47,7 @@ def describe_kl(args: Any, reference: dict[str, Any], log_history: list[dict[str
     """
     rows = [(f"`{name}`", f"`{value}`") for name, value in _chosen_settings(args).items()]
     rows.append(("reference", ", ".join(f"{key} `{_shown(value)}`" for key, value in reference.items())))
-    last = next((entry for entry in reversed(log_history) if "klx/kl" in entry), None)
+    last = next((entry for entry in reversed(log_history) if entry.get("klx/kl") is not None), None)
     if last is not None:
         rows.append((f"KL at step {last['step']}", f"{last['klx/kl']:.4g} nats per {args.kl_target_unit}"))
         rows.append((f"KL coefficient at step {last['step']}", f"{last['klx/coef']:.4g}"))

@@ -6,19 +6,18 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from trl import GRPOConfig, RLOOConfig
 
 from .controllers import KLController
-from .estimators import KL_ESTIMATORS
+from .estimators import KL_ESTIMATORS, KL_UNITS
 from .registry import get_kl_controller, get_kl_controller_class, list_kl_controllers
 
 
 KL_PLACEMENTS = ("advantage", "reward", "loss")
 KL_CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
 KL_STATISTICS = ("k3", "full")
-KL_TARGET_UNITS = ("sequence", "token")
 
 # The fields that say which policy is the reference: at most one of them may be set.
 REFERENCE_FIELDS = ("kl_penalty_reference_step", "kl_ref_adapter_path", "kl_ref_lag", "kl_ref_sync_steps")
@@ -74,7 +73,7 @@ _VALUES = {
     "kl_discount": (*_number("in [0, 1]", 0.0, 1.0), "Set it to 0.0 so that each token pays for its own KL."),
     "kl_statistic": _one_of(KL_STATISTICS),
     "kl_target": (*_number("> 0 (nats)", 0.0, above=True), "Leave it unset for a fixed coefficient."),
-    "kl_target_unit": _one_of(KL_TARGET_UNITS),
+    "kl_target_unit": _one_of(KL_UNITS),
     "kl_horizon": (*_number("> 0 (completions)", 0, above=True), "The default is 10000; shorter adapts faster."),
     "kl_coef_min": (*_number("> 0", 0.0, above=True), "Set it to a small value such as 1e-4."),
     "kl_coef_max": (*_number("> 0", 0.0, above=True), "Set it to a large value such as 10.0."),
@@ -215,7 +214,7 @@ class KLXConfigMixin:
     kl_target_unit: str = _kl_field(
         "sequence",
         "Whether target and KL statistic are a sum per completion ('sequence') or a mean per token ('token').",
-        KL_TARGET_UNITS,
+        KL_UNITS,
     )
     kl_horizon: int = _kl_field(10000, "Horizon of the adaptive controller, in completions over all processes.")
     kl_coef_min: float = _kl_field(1e-4, "Lower bound of every adaptive coefficient.")
@@ -315,6 +314,15 @@ class KLXConfigMixin:
             raise ValueError(
                 "`sync_ref_model=True` moves TRL's reference, which `kl_penalty_coef > 0` does not use. Set "
                 "`sync_ref_model=False` and `kl_ref_sync_steps` (with `kl_ref_mixup_alpha`) instead."
+            )
+        if self.kl_penalty_reference_step and (
+            self.load_best_model_at_end or (self.metric_for_best_model is not None and self.save_total_limit == 1)
+        ):
+            raise ValueError(
+                f"`kl_penalty_reference_step={self.kl_penalty_reference_step!r}` cannot be used with "
+                "`load_best_model_at_end=True`, or with `metric_for_best_model` and `save_total_limit=1`: in the end the "
+                "checkpoint of the earlier run, which is the reference, might be taken for the best one, or deleted. Unset "
+                "them, or set `save_total_limit=2`."
             )
         if self.kl_placement != "advantage":
             if self.kl_centering != "none":
@@ -423,17 +431,31 @@ class KLXGRPOConfig(KLXConfigMixin, GRPOConfig):
     [`~trl.GRPOConfig`] with the KL-control fields of [`KLXConfigMixin`].
     """
 
+    # Whether rewards are divided by `scale_rewards`.
+    _scales_rewards: ClassVar[bool] = True
+
     def _validate_kl_combinations(self):
         super()._validate_kl_combinations()
-        if (
-            self.kl_penalty_enabled
-            and self.kl_placement == "reward"
-            and self.multi_objective_aggregation == "normalize_then_sum"
-        ):
+        if not self.kl_penalty_enabled:
+            return
+        if self.kl_centering == "sequence" and self.importance_sampling_level == "sequence":
+            raise ValueError(
+                "`kl_centering='sequence'` has no effect with `importance_sampling_level='sequence'`: all tokens of a "
+                "sequence then have one ratio, and an adjustment that sums to zero over them moves nothing. Set "
+                "`kl_centering='batch'`."
+            )
+        if self.kl_placement == "reward" and self.multi_objective_aggregation == "normalize_then_sum":
             raise ValueError(
                 "`kl_placement='reward'` cannot be used with `multi_objective_aggregation='normalize_then_sum'`, which "
                 "would divide the penalty by its own standard deviation, so that `kl_penalty_coef` had no effect. Set "
                 "`multi_objective_aggregation='sum_then_normalize'`, or `kl_placement='advantage'`."
+            )
+        if self.kl_placement == "reward" and self.scale_rewards == "group" and self._scales_rewards:
+            warnings.warn(
+                "`kl_placement='reward'` with `scale_rewards='group'`: each group is divided by the standard deviation of "
+                "rewards and penalties together, so that in a group whose rewards are equal the coefficient has no effect. "
+                "Set `scale_rewards='none'` or 'batch', or `kl_placement='advantage'`.",
+                stacklevel=4,
             )
 
 

@@ -158,10 +158,14 @@ class KLController(ABC):
             return self.value
         before = self._state
         value = float(self._next(kl, n_steps))
-        if math.isnan(value):
+        bounded = self._bound(value)
+        if not math.isfinite(bounded) or not self._is_coefficient(bounded):
             self._state = before
-            raise ValueError(f"{type(self).__name__}._next({kl!r}, {n_steps!r}) returned NaN. Return a number.")
-        self._state = replace(self._state, value=self._bound(value))
+            raise ValueError(
+                f"{type(self).__name__}._next({kl!r}, {n_steps!r}) returned {value!r}, but a coefficient must be finite and "
+                f"{self._coefficients}."
+            )
+        self._state = replace(self._state, value=bounded)
         return self.value
 
     @abstractmethod
@@ -170,6 +174,13 @@ class KLController(ABC):
         The next coefficient, before bounds. `kl` is finite and >= 0. A rule that remembers more than the coefficient
         replaces `self._state` here; it need not set `value`.
         """
+
+    def _is_coefficient(self, value: float) -> bool:
+        return value > 0 or (value == 0 and not self.multiplicative)
+
+    @property
+    def _coefficients(self) -> str:
+        return "positive" if self.multiplicative else ">= 0"
 
     def _bound(self, value: float) -> float:
         if "min_coef" in self.uses:
@@ -206,10 +217,9 @@ class KLController(ABC):
             if not _is_finite_number(state[key]) and not (state[key] is None and default is None):
                 raise ValueError(f"State of {type(self).__name__}: {key!r} is {state[key]!r}, not a finite number.")
         value = state["value"]
-        if value < 0 or (value == 0 and self.multiplicative):
+        if not self._is_coefficient(value):
             raise ValueError(
-                f"State of {type(self).__name__}: 'value' is {value!r}, but a coefficient must be "
-                f"{'positive' if self.multiplicative else '>= 0'}."
+                f"State of {type(self).__name__}: 'value' is {value!r}, but a coefficient must be {self._coefficients}."
             )
         numbers = {key: None if state[key] is None else float(state[key]) for key in expected}
         self._state = self.state_class(**{**numbers, "value": self._bound(float(value))})  # type: ignore[arg-type]

@@ -245,7 +245,7 @@ def sum_kl_per_sequence(per_token_kl: torch.Tensor, mask: torch.Tensor) -> torch
 
 def kl_totals(per_token_kl: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
-    The three sums from which [`kl_statistic`] is made.
+    The three sums from which the mean KL per sequence and per token is made.
 
     They are sums, not means, so that adding them over micro-batches and processes gives the totals of the whole batch
     whatever the lengths in each part.
@@ -265,24 +265,3 @@ def kl_totals(per_token_kl: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     mask = mask.bool()
     total = torch.where(mask, per_token_kl.detach().float(), 0.0).sum(dtype=dtype)
     return torch.stack([total, mask.sum(dtype=dtype), mask.any(dim=1).sum(dtype=dtype)])
-
-
-def kl_statistic(totals: torch.Tensor, unit: str) -> torch.Tensor:
-    """
-    Turn summed [`kl_totals`] into the KL that drives a controller.
-
-    Args:
-        totals (`torch.Tensor`):
-            [`kl_totals`], summed over everything that should count, shape `(3,)`.
-        unit (`str`):
-            `"sequence"`: KL per sequence, `totals[0] / totals[2]`. `"token"`: KL per token, `totals[0] / totals[1]`.
-
-    Returns:
-        `torch.Tensor`: 0-dim, in nats; NaN if nothing was counted.
-    """
-    if totals.shape != (3,):
-        raise ValueError(f"`totals` must have shape (3,), but got {tuple(totals.shape)}.")
-    if unit not in KL_UNITS:
-        raise ValueError(f"Unknown KL unit {unit!r}. Choose one of {', '.join(KL_UNITS)}.")
-    count = totals[2] if unit == "sequence" else totals[1]
-    return torch.where(count > 0, totals[0] / count, torch.nan)

@@ -9,7 +9,7 @@ import functools
 import torch
 
 from .advantages import by_rows, masked_mean, select, selector, suffix_sum
-from .estimators import check_same_shape, wide_dtype
+from .estimators import check_same_shape
 
 
 def shape_rewards(
@@ -169,35 +169,3 @@ def clipped_value_loss(
     clipped_loss = (clipped - returns).square()
     clip_fraction = masked_mean((clipped_loss > loss).float(), mask)
     return 0.5 * masked_mean(torch.maximum(loss, clipped_loss), mask), clip_fraction
-
-
-@torch.no_grad()
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    r"""
-    How much of the returns the value function predicts: `1 - Var(R - V) / Var(R)` over the unmasked tokens.
-
-    Args:
-        values (`torch.Tensor`):
-            Predicted values, shape `(B, T)`.
-        returns (`torch.Tensor`):
-            Observed returns, shape `(B, T)`.
-        mask (`torch.Tensor`):
-            Shape `(B, T)`, 1 = counts.
-
-    Returns:
-        `torch.Tensor`: 0-dim fp32: 1 is perfect, 0 no better than a constant, negative worse; 0 if the returns do not
-        vary. Gradients stop here.
-    """
-    check_same_shape(2, values=values, returns=returns, mask=mask)
-    mask = mask.bool()
-    dtype = wide_dtype(returns.device)
-    count = mask.sum().clamp(min=1)
-
-    def variance(numbers: torch.Tensor) -> torch.Tensor:
-        kept = torch.where(mask, numbers, 0.0)
-        centered = torch.where(mask, kept - kept.sum() / count, 0.0)
-        return centered.square().sum() / count
-
-    total = variance(returns.to(dtype))
-    unexplained = variance(returns.to(dtype) - values.to(dtype))
-    return torch.where(total > 0, 1.0 - unexplained / total, 0.0).float()

@@ -17,6 +17,7 @@ from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer import utils as trl_utils
 
 from .adapters import (
+    PLAIN_INITS,
     REFERENCE_ADAPTER,
     WEIGHTS_FILE,
     adapter_active,
@@ -102,6 +103,14 @@ class KLReference:
             }
             self.mover.load_state(parts, _local_parts(reference))
             use_written_parts(reference.values())
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Let a moving reference begin with the policy as it is now."""
+        reference, policy = self.weights(), self.policy_weights()
+        for name, weight in _local_parts(reference).items():
+            weight.copy_(local_part(policy[name]))
+        use_written_parts(reference.values())
 
     def whole_weights(self) -> Weights:
         """The reference's own weights, joined. Where they are sharded, every process must call this."""
@@ -244,7 +253,7 @@ def resolve_reference(args: KLXConfigMixin, policy: nn.Module, accelerator: Acce
         kind, mover = "sync", SyncedReference(args.kl_ref_sync_steps, alpha)
     else:
         kind, mover = None, None
-    _check_engine(args, accelerator, moving=mover is not None)
+    _check_engine(args, accelerator, policy, moving=mover is not None)
     step, path = args.kl_penalty_reference_step, args.kl_ref_adapter_path
     checkpoint = _checkpoint_folder(args.output_dir, step) if step else None
 
@@ -254,6 +263,8 @@ def resolve_reference(args: KLXConfigMixin, policy: nn.Module, accelerator: Acce
         if mover is not None:
             copy_trained_adapter(policy)
             return AdapterReference(policy, REFERENCE_ADAPTER, {"kind": kind}, mover)
+        if step is None:
+            _check_base_is_whole(policy)
         if path is not None:
             try:
                 identity = {"kind": "adapter", "path": path, "hash": load_reference_adapter(policy, path)}
@@ -285,10 +296,15 @@ def resolve_reference(args: KLXConfigMixin, policy: nn.Module, accelerator: Acce
     return ModelReference(policy, model, identity, accelerator)
 
 
-def _check_engine(args: KLXConfigMixin, accelerator: Accelerator, moving: bool) -> None:
+def _check_engine(args: KLXConfigMixin, accelerator: Accelerator, policy: nn.Module, moving: bool) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or plugin.fsdp_version != 1:
         return
+    if is_peft_model(policy):
+        raise ValueError(
+            "The KL reference of a PEFT policy cannot be served by FSDP version 1, which joins the weights only inside its "
+            "own forward, with the adapter that is trained. Set `fsdp_version: 2` in the config file of `accelerate launch`."
+        )
     exact = next((name for name in ("kl_estimator", "kl_statistic") if getattr(args, name) == "full"), None)
     if moving or exact:
         name = "kl_ref_lag" if args.kl_ref_lag is not None else exact or "kl_ref_sync_steps"
@@ -340,6 +356,17 @@ def _check_base_is_frozen(policy: nn.Module, own: Collection[int]) -> None:
         raise ValueError(
             f"The policy trains {trained[0]!r}, a weight of the base model, which the KL reference shares and which would "
             "move it. Train with `bias='none'` and through `modules_to_save`, or without an adapter."
+        )
+
+
+def _check_base_is_whole(policy: nn.Module) -> None:
+    init = getattr(policy.peft_config[trained_adapter(policy)], "init_lora_weights", True)
+    if init not in PLAIN_INITS:
+        raise ValueError(
+            f"The policy's adapter was initialised with `init_lora_weights={init!r}`, which takes a part of the base weights "
+            "into the adapter: without it they are not the base model any more, so that neither the base model nor an "
+            "adapter of another run can be the KL reference. Set `kl_penalty_reference_step=0` for the policy as it starts, "
+            "or initialise the adapter otherwise."
         )
 
 

@@ -1,11 +1,14 @@
 """Which checkpoint to resume from: the newest that is whole. A run that is killed while it saves leaves a torn one."""
 
 import json
+import math
 import os
 import re
 import struct
 import warnings
 import zipfile
+
+from trl import GRPOConfig, RLOOConfig
 
 from .references import saved_steps
 from .state import read_json, read_kl_state
@@ -68,6 +71,18 @@ def choose_checkpoint(output_dir: str, asked: str | bool, sharded: bool = False)
             "`resume_from_checkpoint` to start anew."
         )
     return asked
+
+
+def check_checkpoints(args: GRPOConfig | RLOOConfig) -> None:
+    """Warn of checkpoints inside a rollout: it is not saved, so a resumed run samples a new one."""
+    per_rollout = args.num_iterations * args.steps_per_generation
+    steps = per_rollout // math.gcd(per_rollout, args.gradient_accumulation_steps)
+    if args.save_strategy == "steps" and args.save_steps >= 1 and args.save_steps % steps:
+        warnings.warn(
+            f"`save_steps={args.save_steps}` puts checkpoints inside a rollout, from which a run cannot go on exactly as "
+            f"it was. Set it to a multiple of {steps}.",
+            stacklevel=3,
+        )
 
 
 def mark_unfinished(folder: str) -> None:

@@ -51,7 +51,10 @@ def read_json(path: str) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
-        raise ValueError(f"Cannot resume: {path!r} cannot be read ({error}). {_REMEDY}") from error
+        raise ValueError(
+            f"Cannot resume: {path!r} cannot be read ({error}). Resume from another checkpoint, or delete the file to start "
+            "from the config what it holds."
+        ) from error
     return content
 
 
@@ -79,7 +82,7 @@ def write_kl_state(folder: str, state: dict[str, Any], reference: Weights) -> No
         state (`dict`):
             Plain JSON values.
         reference (`dict[str, torch.Tensor]`):
-            Weights of a moving reference; empty for one that stands still.
+            Weights of the reference, where no other file has them; else empty.
     """
     if reference:
         write_weights(os.path.join(folder, REFERENCE_FILE), reference)
@@ -103,13 +106,13 @@ def read_kl_state(folder: str) -> dict[str, Any] | None:
 
 
 def read_kl_reference(folder: str) -> Weights:
-    """The weights of a moving reference in a checkpoint folder."""
+    """The weights of the reference in a checkpoint folder."""
     path = os.path.join(folder, REFERENCE_FILE)
     try:
         return load_file(path, device="cpu")
     except Exception as error:
         raise ValueError(
-            f"Cannot resume: the weights of the moving reference in {path!r} cannot be read ({error}). {_REMEDY}"
+            f"Cannot resume: the weights of the reference in {path!r} cannot be read ({error}). {_REMEDY}"
         ) from error
 
 
@@ -150,4 +153,4 @@ def check_kl_reference(folder: str, weights: Weights, shapes: dict[str, tuple[in
         )
 
 
-_REMEDY = "Resume from another checkpoint, or delete the file to start KL control from the config."
+_REMEDY = f"Resume from another checkpoint, or delete `{STATE_FILE}` in it to start KL control from the config."

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ..tracking import SETTLED_BAND, relative_rms_error
 from .console import number, table
-from .runs import Run, last_quarter, mean, read_runs
+from .runs import TRL_KL_KEYS, Run, last_quarter, mean, read_runs
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,7 @@ def run(args: Namespace) -> int:
 def summarise(one: Run) -> Summary:
     """Reduce a run to the numbers of its row."""
     rewards, coefs = one.values("reward"), one.values("klx/coef")
-    # TRL's `kl` is in a unit of its own, so that no target of ours applies to it.
-    kls = one.values(one.kl_key) if one.kl_key else []
-    target = one.target if one.kl_key == "klx/kl" else None
+    kls, target = one.values(one.kl_key) if one.kl_key else [], one.target
     late = last_quarter(kls) if kls else []
     return Summary(
         run=one,
@@ -96,7 +94,7 @@ def summarise(one: Run) -> Summary:
         kl=mean(late),
         target=target,
         rms_error=relative_rms_error(late, target) if late and target else None,
-        peak=max(kls) / target if target else None,
+        peak=max(kls) / target if kls and target else None,
         coef=coefs[-1] if coefs else None,
         saturated=(mean(last_quarter(one.values("klx/saturated"))) or 0.0) > 0.5,
     )
@@ -106,7 +104,7 @@ def format_summaries(summaries: Sequence[Summary]) -> str:
     header = ["run", "steps", "final reward", "last quarter", "KL", "target", "RMS error", "peak/target"]
     rows = []
     for one in summaries:
-        starred = "*" if one.run.kl_key == "kl" else ""
+        starred = "*" if one.run.kl_key in TRL_KL_KEYS else ""
         rows.append(
             [
                 one.run.name,
@@ -122,8 +120,8 @@ def format_summaries(summaries: Sequence[Summary]) -> str:
             ]
         )
     text = table([*header, "coefficient", "verdict"], rows)
-    if any(one.run.kl_key == "kl" for one in summaries):
-        text += "\n* TRL's own `kl`, in TRL's unit: not comparable with the others"
+    if any(one.run.kl_key in TRL_KL_KEYS for one in summaries):
+        text += "\n* TRL's own KL, in TRL's unit: not comparable with the others"
     return text
 
 

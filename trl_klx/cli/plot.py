@@ -15,14 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .console import CLIError, progress
-from .runs import Run, read_runs, state_files
+from .runs import OWN_KL_KEY, TRL_KL_KEYS, Run, read_runs, state_files
 
 
-FIRST = ("reward", "klx/kl", "klx/coef", "kl")
+FIRST = ("reward", OWN_KL_KEY, "klx/coef", *TRL_KL_KEYS)
 TITLES = {
     "klx/kl": "klx/kl: KL to the reference (nats)",
     "klx/coef": "klx/coef: KL coefficient",
     "kl": "kl: as TRL logs it",
+    "objective/kl": "objective/kl: as TRL logs it",
 }
 # Not curves: where a row belongs, and totals over the run.
 SKIPPED = {"step", "epoch", "total_flos"}
@@ -135,11 +136,11 @@ def _draw_panel(axis, name: str, runs: Sequence[Run]) -> None:
         steps, values = one.series(name)
         marker = "." if len(values) < 30 else None
         axis.plot(steps, values, color=f"C{index}", marker=marker, linewidth=1.2, label=one.name)
-    if name == "klx/kl":
-        # One band for each target, in grey where the runs share it.
-        targets = {one.target for one in runs if one.target is not None}
+    # One band for each target, in grey where the runs share it.
+    targets = {one.target for one in runs if one.target is not None and one.kl_key == name}
+    if targets:
         for index, one in enumerate(runs):
-            if one.target in targets:
+            if one.kl_key == name and one.target in targets:
                 color = "0.3" if len(targets) == 1 else f"C{index}"
                 axis.axhline(one.target, color=color, linestyle="--", linewidth=1.0)
                 axis.axhspan(0.8 * one.target, 1.2 * one.target, color=color, alpha=0.12, linewidth=0)

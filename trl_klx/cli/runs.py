@@ -14,7 +14,7 @@ from .console import CLIError, progress
 
 STATE_FILE = "trainer_state.json"
 # KL control's own statistic, or what TRL's trainers log of theirs.
-KL_KEYS = ("klx/kl", "kl")
+OWN_KL_KEY, TRL_KL_KEYS = "klx/kl", ("kl", "objective/kl")
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Run:
     @property
     def kl_key(self) -> str | None:
         """Name of the KL that the run logs, if it does."""
-        return next((key for key in KL_KEYS if self.values(key)), None)
+        return next((key for key in (OWN_KL_KEY, *TRL_KL_KEYS) if self.values(key)), None)
 
     @property
     def target(self) -> float | None:
-        """The KL that the run was to hold, last known."""
+        """The KL that the run was to hold, last known, in the unit of the KL that it logs."""
         values = self.values("klx/target")
         return values[-1] if values else None
 

@@ -19,6 +19,7 @@ from ..diagnostics import DriftMonitor
 from ..estimators import kl_totals, wide_dtype
 from ..launching import check_launch
 from ..references import AdapterReference, KLReference, resolve_reference
+from ..resuming import check_checkpoints
 from ..scoring import (
     CAN_SKIP_LM_HEAD,
     Scored,
@@ -116,6 +117,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         self._klx_prepare_policy(self.accelerator.unwrap_model(self.model))
         if not self.args.kl_enabled:
             return
+        check_checkpoints(self.args)
         self.kl_controller = self.args.build_kl_controller()
         self.kl_reference = self._klx_build_reference(self.accelerator.unwrap_model(self.model))
         self._klx_rollouts: dict[str, Rollout] = {}

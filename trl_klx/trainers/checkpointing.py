@@ -130,9 +130,12 @@ class KLXCheckpointMixin:
         if state is None:
             warnings.warn(
                 f"The checkpoint {checkpoint!r} holds no KL-control state: the coefficient starts from "
-                f"`kl_penalty_coef={self.args.kl_penalty_coef}` and the drift window is empty.",
+                f"`kl_penalty_coef={self.args.kl_penalty_coef}`, the drift window is empty, and a moving reference starts "
+                "from the policy as it is now.",
                 stacklevel=2,
             )
+            if self.kl_reference.mover is not None:
+                self.kl_reference.restart()
             return
         self._klx_check_reference(state["reference"], checkpoint)
         self._klx_load_reference(state["reference"], checkpoint)

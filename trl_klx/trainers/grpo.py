@@ -65,12 +65,14 @@ class KLXGRPOTrainer(KLXTrainerMixin, GRPOTrainer):
     # ---- kl_placement="reward" ----
 
     def _klx_add_reward_func(self) -> None:
-        def kl_penalty(**kwargs) -> list[float]:
-            return (-self._klx_penalties).tolist()
+        def kl_penalty(completions, **kwargs) -> list[float]:
+            # With a coefficient of 0 TRL does not ask for the reference.
+            return [0.0] * len(completions) if self._klx_penalties is None else (-self._klx_penalties).tolist()
 
-        self.reward_funcs.append(kl_penalty)
-        self.reward_func_names.append("kl_penalty")
-        self.reward_processing_classes.append(None)
+        # New lists, since TRL keeps those that the user passed.
+        self.reward_funcs = [*self.reward_funcs, kl_penalty]
+        self.reward_func_names = [*self.reward_func_names, "kl_penalty"]
+        self.reward_processing_classes = [*self.reward_processing_classes, None]
         self.reward_weights = torch.cat([self.reward_weights, self.reward_weights.new_ones(1)])
 
     def _generate(self, *args, **kwargs):

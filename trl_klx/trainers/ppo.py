@@ -15,6 +15,7 @@ from ..adapters import adapter_tensors, hash_tensors, trained_adapter
 from ..advantages import masked_moments, sequence_means, whiten_with_moments
 from ..gae import clipped_value_loss, compute_gae, shape_rewards
 from ..references import AdapterReference, KLReference, ModelReference, add_trl_lm_head, fingerprint
+from ..resuming import check_checkpoints
 from ..scaling import RewardScaler
 from ..scoring import Scored, causal_lm, narrow_tiles
 from ..stopping import generate_until, holds_text
@@ -24,7 +25,6 @@ from .ppo_checkpointing import PPOCheckpointMixin
 from .ppo_config import KLXPPOConfig
 from .ppo_inputs import (
     activate_adapter,
-    check_checkpoints,
     check_prompts,
     check_ref_model,
     collect_rewards,
@@ -144,7 +144,8 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
             **kwargs,
         )
         check_prompts(self.args, self.train_dataset)
-        check_checkpoints(self.args)
+        if not self.args.kl_enabled:
+            check_checkpoints(self.args)
         policy = self.accelerator.unwrap_model(self.model)
         self.value_function = ValueFunction(policy, self._ppo_value_module(policy, value_model))
         if self.optimizer is not None:

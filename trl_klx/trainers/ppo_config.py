@@ -3,6 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from trl import GRPOConfig
 
@@ -238,6 +239,7 @@ class KLXPPOConfig(KLXGRPOConfig):
     dataset_num_proc: int | None = field(
         default=None, metadata={"help": "Processes that turn tokenized data into prompts."}
     )
+    _scales_rewards: ClassVar[bool] = False
     kl_coef: float | None = field(default=None, metadata={"help": "Former name of `kl_penalty_coef`."})
     response_length: int | None = field(default=None, metadata={"help": "Former name of `max_completion_length`."})
 

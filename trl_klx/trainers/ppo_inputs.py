@@ -1,6 +1,5 @@
 """What PPO's constructor takes, made into what TRL's trainers take today."""
 
-import math
 import warnings
 
 import torch
@@ -124,18 +123,6 @@ def check_prompts(args: KLXPPOConfig, dataset) -> None:
         raise ValueError(
             f"`train_dataset` has {len(dataset)} prompts, but a rollout takes {needed}. Give more prompts, or lower "
             "`per_device_train_batch_size` or `gradient_accumulation_steps`."
-        )
-
-
-def check_checkpoints(args: KLXPPOConfig) -> None:
-    """Warn of checkpoints inside a rollout: it is not saved, so a resumed run samples a new one."""
-    per_rollout = args.num_ppo_epochs * args.steps_per_generation
-    steps = per_rollout // math.gcd(per_rollout, args.gradient_accumulation_steps)
-    if args.save_strategy == "steps" and args.save_steps >= 1 and args.save_steps % steps:
-        warnings.warn(
-            f"`save_steps={args.save_steps}` puts checkpoints inside a rollout, from which a run cannot go on exactly as "
-            f"it was. Set it to a multiple of {steps}.",
-            stacklevel=3,
         )
 
 
