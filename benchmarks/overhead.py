@@ -18,10 +18,12 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import resource
 import statistics
 import tempfile
 import threading
+import traceback
 from pathlib import Path
 
 import torch
@@ -31,18 +33,14 @@ from transformers import TrainerCallback
 
 OFF, BETA, ON = {"beta": 0.0}, {"beta": 0.04}, {"beta": 0.0, "kl_penalty_coef": 0.04}
 LORA = {"lora": True}
-# TRL's side, and by name what is compared with it. TRL's `beta` is the equal of a penalty that is on.
-GROUPS = {
-    "off": (OFF, {"off": OFF}),
-    "on": (BETA, {"on": ON, "on, lag 4": ON | {"kl_ref_lag": 4}}),
-    "on, LoRA": (
-        BETA | LORA,
-        {
-            "on, LoRA": ON | LORA,
-            "on, LoRA, adapter": ON | LORA | {"kl_ref_adapter_path": "adapter"},
-            "on, LoRA, lag 4": ON | LORA | {"kl_ref_lag": 4},
-        },
-    ),
+# By name, TRL's side and what is compared with it. TRL's `beta` is the equal of a penalty that is on.
+CASES = {
+    "off": (OFF, OFF),
+    "on": (BETA, ON),
+    "on, lag 4": (BETA, ON | {"kl_ref_lag": 4}),
+    "on, LoRA": (BETA | LORA, ON | LORA),
+    "on, LoRA, adapter": (BETA | LORA, ON | LORA | {"kl_ref_adapter_path": "adapter"}),
+    "on, LoRA, lag 4": (BETA | LORA, ON | LORA | {"kl_ref_lag": 4}),
 }
 FULL_SIZE, SMALL_SIZE = {"hidden": 288, "layers": 6}, {"hidden": 192, "layers": 4}
 
@@ -135,11 +133,20 @@ def build(case: dict, folder: str, callback: TrainerCallback):
         args=args,
         train_dataset=Dataset.from_dict({"prompt": [f"w{5 + index} w{7 + index}" for index in range(256)]}),
         processing_class=build_tokenizer(vocabulary),
-        callbacks=[callback],
         peft_config=lora_config() if lora else None,
     )
+    # After those of the trainer itself, whose work at the end of a step is a part of it.
+    trainer.add_callback(callback)
     callback.watch.watch(trainer.model)
     return trainer
+
+
+def train_or_exit(trainer) -> None:
+    try:
+        trainer.train()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # the others would wait for their turn
 
 
 def run_in_turns(cases: list[dict]) -> None:
@@ -151,7 +158,7 @@ def run_in_turns(cases: list[dict]) -> None:
         callbacks = [Turns(baton, number, len(cases)) for number in range(len(cases))]
         folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in cases]
         trainers = [build(*parts) for parts in zip(cases, folders, callbacks, strict=True)]
-        threads = [threading.Thread(target=trainer.train) for trainer in trainers]
+        threads = [threading.Thread(target=train_or_exit, args=(trainer,)) for trainer in trainers]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -174,6 +181,11 @@ def default_steps(tokens: int, vocabulary: int, accumulation: int) -> int:
     return max(3, min(8, round(8 * 64 * 32000 / (tokens * vocabulary * accumulation))))
 
 
+def with_enough_steps(case: dict, steps: int) -> dict:
+    """The case with so many steps, or as many as it takes until a lagging reference moves."""
+    return case | {"steps": max(steps, case.get("kl_ref_lag", 0) + 3)}
+
+
 def goals(name: str, case: dict) -> tuple[float, float]:
     """The largest ratios of time and memory that are good enough."""
     if name == "off":
@@ -194,8 +206,9 @@ class Costs:
     """
 
     def __init__(self, results: Results, ours: dict, theirs: dict):
-        self.results, self.pair = results, {"cases": [theirs, ours]}
-        self.alone = [{"cases": [case | {"steps": 2}]} for case in (ours, theirs)]
+        ours = with_enough_steps(ours, ours["steps"])
+        self.results, self.pair = results, {"cases": [theirs | {"steps": ours["steps"]}, ours]}
+        self.alone = [{"cases": [with_enough_steps(case, 2)]} for case in (ours, theirs)]
 
     @property
     def complete(self) -> bool:
@@ -329,7 +342,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="keep the results in this file, and go on from what it has")
     parser.add_argument("--show", action="store_true", help="measure nothing, show what the file has")
     parser.add_argument("--trainers", nargs="+", choices=["GRPO", "RLOO"], default=["GRPO", "RLOO"])
-    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--tokens", nargs="+", type=int, help="lengths (default 32, with --full 64 256 512)")
     parser.add_argument("--vocabulary", nargs="+", type=int, help="(default 4000, with --full 32000 128000)")
     parser.add_argument("--accumulation", nargs="+", type=int, help="(default 1, with --full 1 4)")
@@ -347,14 +360,13 @@ def main() -> None:
     for accumulation, vocabulary, tokens in itertools.product(accumulations, vocabularies, lengths):
         shape = {"tokens": tokens, "vocabulary": vocabulary, "accumulation": accumulation}
         shape |= {"steps": options.steps or default_steps(**shape)} | (FULL_SIZE if full else SMALL_SIZE)
-        for trainer, group in itertools.product(options.trainers, options.groups):
-            fields, compared = GROUPS[group]
-            theirs = {"trainer": trainer, "ours": False, **fields, **shape}
-            for name, case in compared.items():
-                ours = {"trainer": trainer, "ours": True, **case, **shape}
-                costs = Costs(results, ours, theirs)
-                groups.append([costs.pair, *costs.alone])
-                rows.append((name, ours, costs))
+        for trainer, name in itertools.product(options.trainers, options.cases):
+            theirs, ours = CASES[name]
+            theirs = {"trainer": trainer, "ours": False, **theirs, **shape}
+            ours = {"trainer": trainer, "ours": True, **ours, **shape}
+            costs = Costs(results, ours, theirs)
+            groups.append([costs.pair, *costs.alone])
+            rows.append((name, ours, costs))
     try:
         take_turns(__file__, [] if options.show else groups, results, options.repeats)
     except KeyboardInterrupt:
