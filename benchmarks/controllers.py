@@ -186,14 +186,13 @@ def draw(results: dict[str, dict[str, list[dict]]], path: Path) -> bool:
 
 
 def write_readme(summaries: dict[str, dict], page: Path, every: bool = False) -> None:
-    """Put the table of the first task, or of every task, between the two marks of a page."""
+    """Put the table of the pretrained model, or of every task, between the two marks of a page."""
     start, end = "<!-- controllers -->", "<!-- /controllers -->"
     before, rest = page.read_text().split(start)
-    tables = [
-        f"`{task}`:\n\n{format_table(summary)}\n" if every else format_table(summary)
-        for task, summary in summaries.items()
-    ]
-    text = "\n".join(tables if every else tables[:1])
+    if every:
+        text = "\n".join(f"`{task}`:\n\n{format_table(summary)}\n" for task, summary in summaries.items())
+    else:
+        text = format_table(summaries["stories-grpo"])
     page.write_text(f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}")
 
 
@@ -241,7 +240,9 @@ def main(argv: list[str]) -> None:
     summaries = {
         task: {label: summarise(records) for label, records in groups.items()} for task, groups in results.items()
     }
-    results_file.write_text(json.dumps(summaries, indent=1))
+    # Beside those of other tasks that were made before.
+    known = (json.loads(results_file.read_text()) if results_file.exists() else {}) | summaries
+    results_file.write_text(json.dumps({task: known[task] for task in TASKS if task in known}, indent=1))
     for task, summary in summaries.items():
         say(
             f"\n{task}: target {results[task]['pid'][0]['target']} nats, start {START}, {summary['pid']['batches']} batches"

@@ -18,7 +18,10 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -47,6 +51,8 @@ from hh_measures import heldout_perplexity, score_texts
 VERSION = 1
 # Written last, so a folder without it is not finished.
 METRICS_FILE = "metrics.json"
+# What a launcher tells its processes.
+LAUNCHED = re.compile(r"(ACCELERATE|FSDP|MASTER|LOCAL|TORCHELASTIC|GROUP|ROLE)_.*|WORLD_SIZE|RANK|LOCAL_RANK")
 
 
 @dataclass(frozen=True)
@@ -388,6 +394,15 @@ def _publish(folder: Path, target: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _target(cache_dir: str | os.PathLike[str], seed: int, quick: bool) -> tuple[Path, dict[str, list[dict[str, str]]]]:
+    """The folder of the models, named after all that they are made from, and the dialogues that they are made from."""
+    settings = QUICK_SETTINGS if quick else DEFAULT_SETTINGS
+    pairs = make_preference_pairs(n_train=settings.n_train, n_heldout=settings.n_heldout, seed=seed)
+    identity = json.dumps({"version": VERSION, "seed": seed, **asdict(settings), "pairs": pairs}, sort_keys=True)
+    name = f"hh_default_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    return Path(cache_dir).expanduser() / name, pairs
+
+
 def prepare_default(cache_dir: str | os.PathLike[str], seed: int = 0, quick: bool = False) -> DefaultAssets:
     """
     Train the tiny tokenizer, policy and reward model, or load them if an earlier call has done so.
@@ -406,10 +421,8 @@ def prepare_default(cache_dir: str | os.PathLike[str], seed: int = 0, quick: boo
             Paths, measurements and rows.
     """
     settings = QUICK_SETTINGS if quick else DEFAULT_SETTINGS
-    pairs = make_preference_pairs(n_train=settings.n_train, n_heldout=settings.n_heldout, seed=seed)
-    identity = json.dumps({"version": VERSION, "seed": seed, **asdict(settings), "pairs": pairs}, sort_keys=True)
-    cache_dir = Path(cache_dir).expanduser()
-    target = cache_dir / f"hh_default_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    target, pairs = _target(cache_dir, seed, quick)
+    cache_dir = target.parent
     from_cache = (target / METRICS_FILE).exists()
     if from_cache:
         print(f"Using the tiny models in {target}")
@@ -432,3 +445,21 @@ def prepare_default(cache_dir: str | os.PathLike[str], seed: int = 0, quick: boo
         heldout_rows=pairs["heldout"],
         **json.loads((target / METRICS_FILE).read_text()),
     )
+
+
+def prepare_default_for_launch(cache_dir: str | os.PathLike[str], quick: bool = False) -> DefaultAssets:
+    """
+    [`prepare_default`] with seed 0, on each process of a launch. What must be trained is trained by the main process, in
+    a child of its own: the trainers here would take the whole launch for theirs.
+    """
+    with PartialState().main_process_first():
+        if not (_target(cache_dir, 0, quick)[0] / METRICS_FILE).exists():
+            alone = {name: value for name, value in os.environ.items() if not LAUNCHED.fullmatch(name)}
+            command = [sys.executable, "-u", __file__, str(cache_dir), *(["--quick"] if quick else [])]
+            if code := subprocess.run(command, env=alone).returncode:
+                raise RuntimeError(f"The tiny models could not be trained: {command} ended with {code}.")
+        return prepare_default(cache_dir, quick=quick)
+
+
+if __name__ == "__main__":
+    prepare_default(sys.argv[1], quick="--quick" in sys.argv[2:])

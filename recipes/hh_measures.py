@@ -8,6 +8,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+MOST_LOGITS = 2**27
+
+
 @contextlib.contextmanager
 def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
     was_training = model.training
@@ -40,7 +43,7 @@ def heldout_perplexity(
         rows (`Sequence[dict[str, str]]`):
             Rows with `"prompt"` and `"chosen"`.
         batch_size (`int`, *optional*, defaults to `32`):
-            Rows per forward pass.
+            Rows per forward pass at most: fewer where their logits would take more than half a gigabyte.
         max_length (`int`, *optional*, defaults to `512`):
             Longest sequence. A longer one loses the start of its prompt, then the end of its answer.
 
@@ -53,6 +56,7 @@ def heldout_perplexity(
     total_nll, total_tokens = 0.0, 0
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     device = next(model.parameters()).device
+    batch_size = max(1, min(batch_size, MOST_LOGITS // (max_length * model.config.get_text_config().vocab_size)))
     with _eval_mode(model):
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]

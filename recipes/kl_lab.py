@@ -16,16 +16,25 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import yaml
 from accelerate import PartialState
 from datasets import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PrinterCallback, ProgressCallback
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
-from hh_bootstrap import prepare_default
+from hh_bootstrap import prepare_default_for_launch
 from hh_measures import heldout_perplexity
 from hh_report import PerplexityCallback
-from ppo_hh import load_dialogues, load_reward_model, load_tokenizer, make_reward, truncate_prompts
+from ppo_hh import (
+    load_dialogues,
+    load_reward_model,
+    load_tokenizer,
+    make_reward,
+    model_settings,
+    source_of,
+    truncate_prompts,
+)
 from trl_klx import KLXGRPOConfig, KLXGRPOTrainer, KLXPPOConfig, KLXPPOTrainer, KLXRLOOConfig, KLXRLOOTrainer
 
 
@@ -73,13 +82,26 @@ class LabArguments(ScriptArguments):
     quick: bool = field(default=False, metadata={"help": "Tiny models of lower quality, for a try-out."})
 
 
+def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    """What a flag is given on a command line, `None` without it."""
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        name, _, value = argument.partition("=")
+        if name == flag:
+            return value or following
+    return None
+
+
+def _config_text(arguments: Sequence[str]) -> str:
+    """The config file of a command line, empty without one."""
+    path = _value_of("--config", arguments)
+    return Path(path).read_text() if path is not None and os.path.isfile(path) else ""
+
+
 def parse(arguments: Sequence[str], script_class: type[LabArguments] = LabArguments) -> tuple:
     """Script, training and model arguments, with the config class of the algorithm that the arguments name."""
-    algorithm = next(
-        (b if a == "--algorithm" else a.split("=", 1)[1])
-        for a, b in zip([*arguments, "--algorithm"], [*arguments[1:], "", "grpo"], strict=True)
-        if a == "--algorithm" or a.startswith("--algorithm=")
-    )
+    algorithm = _value_of("--algorithm", arguments)
+    if algorithm is None:
+        algorithm = (yaml.safe_load(_config_text(arguments)) or {}).get("algorithm", "grpo")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"--algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}.")
     return TrlParser((script_class, ALGORITHMS[algorithm][0], ModelConfig)).parse_args_and_config(list(arguments))
@@ -125,14 +147,13 @@ def load_setup(script_args: LabArguments, training_args, model_args: ModelConfig
     if (path is None) != (reward is None):
         raise ValueError("Set --model_name_or_path and --reward together, or neither for the default setup.")
     if path is None:
-        with PartialState().main_process_first():
-            assets = prepare_default(script_args.cache_dir, seed=0, quick=script_args.quick)
+        assets = prepare_default_for_launch(script_args.cache_dir, quick=script_args.quick)
         path, reward, rows, heldout = assets.sft_path, assets.reward_path, assets.train_rows, assets.heldout_rows
     elif script_args.dataset_name is None:
         raise ValueError("Set --dataset_name: a model of your own comes with prompts of your own.")
     if script_args.dataset_name is not None:
         rows, heldout = load_dialogues(script_args, _parse_row)
-    tokenizer = load_tokenizer(str(path))
+    tokenizer = load_tokenizer(str(path), **source_of(model_args, training_args))
     return Setup(
         model_path=str(path),
         tokenizer=tokenizer,
@@ -152,9 +173,7 @@ class Setting:
 
 def train(setup: Setup, script_args: LabArguments, training_args, model_args: ModelConfig) -> dict[str, Any]:
     """One run. Returns its series per generation batch, and the held-out perplexity over its steps."""
-    model = AutoModelForCausalLM.from_pretrained(
-        setup.model_path, dtype=model_args.dtype, attn_implementation=model_args.attn_implementation
-    )
+    model = AutoModelForCausalLM.from_pretrained(setup.model_path, **model_settings(model_args, training_args))
     trainer = ALGORITHMS[script_args.algorithm][1](
         args=training_args,
         processing_class=setup.tokenizer,
@@ -218,7 +237,8 @@ def run_all(
     }
     setup, records = None, []
     for setting, seed in tqdm(jobs, desc="runs", unit="run", disable=not PartialState().is_main_process):
-        mark = hashlib.sha256(json.dumps([list(arguments), list(setting.flags), seed]).encode()).hexdigest()[:16]
+        identity = [list(arguments), _config_text(arguments), list(setting.flags), seed]
+        mark = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         name = re.sub(r"[^\w.-]+", "_", setting.label)
         file = folder / f"{name}-seed{seed}.json"
         if file.exists() and (record := json.loads(file.read_text())).get("mark") == mark:

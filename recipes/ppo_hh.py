@@ -21,6 +21,7 @@ accelerate launch recipes/ppo_hh.py \
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,9 +41,9 @@ from transformers import (
     AutoTokenizer,
     ProgressCallback,
 )
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from hh_bootstrap import prepare_default
+from hh_bootstrap import prepare_default_for_launch
 from hh_measures import heldout_perplexity, score_texts
 from hh_report import (
     BriefProgress,
@@ -106,13 +107,15 @@ def say(text: str) -> None:
 def load_dialogues(script_args: ScriptArguments, parse_row=parse_hh_row) -> tuple[list[dict], list[dict]]:
     """Training and held-out rows, each as `parse_row` makes it, from the Hub or from local files."""
     name = script_args.dataset_name
+    if script_args.dataset_streaming:
+        raise ValueError("--dataset_streaming cannot be used: the dialogues are shuffled and held out in memory.")
     try:
         if os.path.isfile(name):
             suffix = Path(name.removesuffix(".gz")).suffix
             if suffix not in LOADERS:
                 raise ValueError(f"its type {suffix!r} is not one of {', '.join(LOADERS)}")
             data = load_dataset(LOADERS[suffix], data_files=name)
-        elif os.path.isdir(name) and (Path(name) / "dataset_dict.json").exists():
+        elif any((Path(name) / file).exists() for file in ("dataset_dict.json", "state.json")):
             data = load_from_disk(name)
         else:
             data = load_dataset(name, script_args.dataset_config)
@@ -135,7 +138,8 @@ def load_dialogues(script_args: ScriptArguments, parse_row=parse_hh_row) -> tupl
 
 
 def check_tokenizer(tokenizer, model, path: str) -> None:
-    size = model.get_input_embeddings().weight.size(0)
+    weight = model.get_input_embeddings().weight
+    size = getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves no more of the weight's own shape than zero
     if len(tokenizer) > size:
         raise ValueError(
             f"The tokenizer of {path!r} has {len(tokenizer)} tokens, but the model embeds only {size}: they do not belong "
@@ -143,8 +147,24 @@ def check_tokenizer(tokenizer, model, path: str) -> None:
         )
 
 
-def load_tokenizer(path: str):
-    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", truncation_side="left")
+def source_of(model_args: ModelConfig, training_args) -> dict:
+    """What `from_pretrained` is to be told of the place that policy and tokenizer come from."""
+    return {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
+
+
+def model_settings(model_args: ModelConfig, training_args) -> dict:
+    """What `from_pretrained` is to be told of the policy."""
+    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
+    settings = {"dtype": dtype, "attn_implementation": model_args.attn_implementation}
+    settings |= source_of(model_args, training_args)
+    quantization = get_quantization_config(model_args)
+    if quantization is not None:
+        settings |= {"quantization_config": quantization, "device_map": {"": PartialState().device}}
+    return settings
+
+
+def load_tokenizer(path: str, **source):
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", truncation_side="left", **source)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -202,8 +222,7 @@ def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args
 
     if embedded:
         say("[1/4] Dialogues, tokenizer, policy (SFT) and reward model")
-        with state.main_process_first():
-            assets = prepare_default(script_args.cache_dir, seed=0, quick=script_args.quick)
+        assets = prepare_default_for_launch(script_args.cache_dir, quick=script_args.quick)
         say(
             f"      reward model: {100 * assets.reward_accuracy:.1f}% of held-out preferences right; policy: held-out "
             f"perplexity {assets.sft_perplexity_before:.1f} before SFT, {assets.sft_perplexity_after:.2f} after"
@@ -219,15 +238,14 @@ def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args
     if rows is None:
         raise ValueError("Set --dataset_name, for instance to Anthropic/hh-rlhf or to a local file.")
 
-    path = model_args.model_name_or_path
-    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
-    tokenizer = load_tokenizer(path)
-    policy = AutoModelForCausalLM.from_pretrained(
-        path, revision=model_args.model_revision, dtype=dtype, attn_implementation=model_args.attn_implementation
-    )
+    path, settings = model_args.model_name_or_path, model_settings(model_args, training_args)
+    tokenizer = load_tokenizer(path, **source_of(model_args, training_args))
+    policy = AutoModelForCausalLM.from_pretrained(path, **settings)
     check_tokenizer(tokenizer, policy, path)
     stops = training_args.stop_strings or []
-    reward_model, reward_tokenizer = load_reward_model(training_args.reward_model_path, dtype, training_args.device)
+    reward_model, reward_tokenizer = load_reward_model(
+        training_args.reward_model_path, settings["dtype"], training_args.device
+    )
     score, reward_func = make_reward(reward_model, reward_tokenizer, stops, script_args.delta_reward)
     rows = truncate_prompts(rows, tokenizer, script_args.max_prompt_length)
     heldout = truncate_prompts(heldout[: script_args.eval_prompts], tokenizer, script_args.max_prompt_length)
@@ -306,10 +324,13 @@ def parse(arguments: list[str]) -> tuple[HHScriptArguments, KLXPPOConfig, ModelC
 
 
 def exit_on_user_error(main: Callable[[list[str]], None]) -> None:
-    """Run a script. What is wrong with the arguments is one line, without a traceback."""
+    """Run a script. What is wrong with the arguments is one line, without a traceback; once it trains, errors are errors."""
     try:
         main(sys.argv[1:])
     except ValueError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(frame.name == "_inner_training_loop" for frame in frames) or os.environ.get("TRL_KLX_TRACEBACK") == "1":
+            raise
         sys.exit(f"error: {error}")
 
 

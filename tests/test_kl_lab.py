@@ -12,7 +12,7 @@ import kl_lab
 import sweep_kl_coef
 from compare_controllers import Outcome, judge, parse_controller
 from hh_models import ON_CPU, RECIPES, dialogue, save_models
-from trl_klx import KLXPPOConfig, KLXRLOOConfig
+from trl_klx import KLXGRPOConfig, KLXPPOConfig, KLXRLOOConfig
 
 
 FAST = [
@@ -112,6 +112,26 @@ def test_other_algorithms_and_a_reward_model(algorithm, config_class, setup, tmp
     assert len(record["kl"]) >= 1 and len(record["reward"]) == len(record["kl"])
     # Without answers there is no perplexity.
     assert record["perplexity"] == []
+
+
+def test_algorithm_of_a_config_file(setup, tmp_path):
+    config = tmp_path / "lab.yaml"
+    config.write_text("algorithm: rloo\n")
+    script_args, training_args, _ = kl_lab.parse(flags(setup, "--config", str(config), f"--output_dir={tmp_path}"))
+    assert script_args.algorithm == "rloo" and isinstance(training_args, KLXRLOOConfig)
+    line = flags(setup, "--config", str(config), "--algorithm", "grpo", f"--output_dir={tmp_path}")
+    assert isinstance(kl_lab.parse(line)[1], KLXGRPOConfig)
+
+
+def test_a_changed_config_file_makes_new_runs(setup, tmp_path):
+    config = tmp_path / "lab.yaml"
+    line = flags(setup, "--config", str(config), "--max_steps=1", f"--output_dir={tmp_path}", data="bare")
+    marks = []
+    for rate in ("1.0e-3", "1.0e-3", "2.0e-3"):
+        config.write_text(f"learning_rate: {rate}\n")
+        (record,) = kl_lab.run_all(line, [kl_lab.Setting("one", ("--kl_penalty_coef=0.1",))], tmp_path / "runs")
+        marks.append(record["mark"])
+    assert marks[0] == marks[1] != marks[2]
 
 
 def test_shares_make_every_run_once(setup, tmp_path):

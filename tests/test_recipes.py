@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
+from datasets import Dataset
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import hh_report
@@ -132,6 +135,52 @@ def test_default_runs_with_no_model_and_no_network(tmp_path):
     assert len(kls) == 2 and kls[0] < 1e-6 < kls[1]  # two rollouts of four epochs; the first is on the reference
     assert len(report["perplexity"]) >= 8
     assert report["before"]["answers"] != report["after"]["answers"]
+
+
+@pytest.mark.slow
+def test_default_runs_on_several_processes_that_find_no_models(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    flags = ["--quick", "--max_steps=4", "--per_device_train_batch_size=4", "--eval_prompts=4"]
+    result = subprocess.run(
+        [*launcher, str(RECIPES / "ppo_hh.py"), *flags],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("Training the tiny models") == 1 and "held-out reward" in result.stdout
+    assert (tmp_path / "outputs" / "ppo_hh" / "model.safetensors").exists()
+
+
+def test_dataset_that_was_saved_to_disk(models, tmp_path, pairs):
+    Dataset.from_list([dialogue(index) for index in range(60)]).save_to_disk(tmp_path / "saved")
+    assert (
+        run(models, tmp_path / "saved", tmp_path / "one")["before"] == run(models, pairs, tmp_path / "other")["before"]
+    )
+
+
+def test_an_error_while_it_trains_keeps_its_traceback(monkeypatch):
+    def _inner_training_loop(arguments):
+        raise ValueError("invalid literal")
+
+    monkeypatch.setattr(sys, "argv", ["ppo_hh.py"])
+    with pytest.raises(ValueError, match="invalid literal"):
+        ppo_hh.exit_on_user_error(_inner_training_loop)
+    with pytest.raises(SystemExit, match="error: a bad flag"):
+        ppo_hh.exit_on_user_error(lambda arguments: (_ for _ in ()).throw(ValueError("a bad flag")))
+
+
+def test_tokenizer_of_a_partitioned_model(models):
+    tokenizer = ppo_hh.load_tokenizer(str(models / "policy"))
+    # What ZeRO-3 leaves of a weight.
+    weight = SimpleNamespace(shape=torch.Size([0]), ds_shape=torch.Size([len(tokenizer), 8]))
+    model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=weight))
+    ppo_hh.check_tokenizer(tokenizer, model, "policy")
+    weight.ds_shape = torch.Size([len(tokenizer) - 1, 8])
+    with pytest.raises(ValueError, match="do not belong"):
+        ppo_hh.check_tokenizer(tokenizer, model, "policy")
 
 
 def test_local_file_in_split_and_raw_form(models, tmp_path, pairs):

@@ -25,6 +25,7 @@ import torch
 from resumption import build_run, outcome
 from tiny import trained_lora
 from tiny_ppo import build_resumed_run, ppo_outcome
+from trl_klx.references import saved_steps
 from trl_klx.resuming import checkpoint_fault
 
 
@@ -196,7 +197,7 @@ def main() -> None:
             while not kill(trainer, run, folder, adapter, phase, step, delay) or is_over(folder, last):
                 shutil.rmtree(folder)
                 delay /= 4
-            left = sorted(path.name for path in folder.glob("checkpoint-*"))
+            left = [f"checkpoint-{saved}" for saved in saved_steps(str(folder))]
             report.unlink(missing_ok=True)
             end = ends(in_child(partial(resume, trainer, run, folder, adapter, whole, report)))
             line = {"trainer": trainer, "run": run, "phase": phase, "step": step, "delay": delay, "left": left}
