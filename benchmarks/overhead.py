@@ -183,7 +183,7 @@ def default_steps(tokens: int, vocabulary: int, accumulation: int) -> int:
 
 def with_enough_steps(case: dict, steps: int) -> dict:
     """The case with so many steps, or as many as it takes until a lagging reference moves."""
-    return case | {"steps": max(steps, case.get("kl_ref_lag", 0) + 3)}
+    return case | {"steps": max(steps, case["kl_ref_lag"] + 3) if "kl_ref_lag" in case else steps}
 
 
 def goals(name: str, case: dict) -> tuple[float, float]:
