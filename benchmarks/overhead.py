@@ -181,9 +181,9 @@ def default_steps(tokens: int, vocabulary: int, accumulation: int) -> int:
     return max(3, min(8, round(8 * 64 * 32000 / (tokens * vocabulary * accumulation))))
 
 
-def with_enough_steps(case: dict, steps: int) -> dict:
-    """The case with so many steps, or as many as it takes until a lagging reference moves."""
-    return case | {"steps": max(steps, case["kl_ref_lag"] + 3) if "kl_ref_lag" in case else steps}
+def enough_steps(case: dict, steps: int) -> int:
+    """So many steps, or as many as it takes until a lagging reference moves."""
+    return max(steps, case["kl_ref_lag"] + 3) if "kl_ref_lag" in case else steps
 
 
 def goals(name: str, case: dict) -> tuple[float, float]:
@@ -206,9 +206,9 @@ class Costs:
     """
 
     def __init__(self, results: Results, ours: dict, theirs: dict):
-        ours = with_enough_steps(ours, ours["steps"])
-        self.results, self.pair = results, {"cases": [theirs | {"steps": ours["steps"]}, ours]}
-        self.alone = [{"cases": [with_enough_steps(case, 2)]} for case in (ours, theirs)]
+        together, alone = ({"steps": enough_steps(ours, steps)} for steps in (ours["steps"], 2))
+        self.results, self.pair = results, {"cases": [theirs | together, ours | together]}
+        self.alone = [{"cases": [case | alone]} for case in (ours, theirs)]
 
     @property
     def complete(self) -> bool:
