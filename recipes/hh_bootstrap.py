@@ -52,7 +52,7 @@ VERSION = 1
 # Written last, so a folder without it is not finished.
 METRICS_FILE = "metrics.json"
 # What a launcher tells its processes.
-LAUNCHED = re.compile(r"(ACCELERATE|FSDP|MASTER|LOCAL|TORCHELASTIC|GROUP|ROLE)_.*|WORLD_SIZE|RANK|LOCAL_RANK")
+LAUNCHED = re.compile(r"(ACCELERATE|FSDP|MASTER|LOCAL|TORCHELASTIC|GROUP|ROLE)_.*|WORLD_SIZE|RANK")
 
 
 @dataclass(frozen=True)
@@ -394,16 +394,17 @@ def _publish(folder: Path, target: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _target(cache_dir: str | os.PathLike[str], seed: int, quick: bool) -> tuple[Path, dict[str, list[dict[str, str]]]]:
-    """The folder of the models, named after all that they are made from, and the dialogues that they are made from."""
-    settings = QUICK_SETTINGS if quick else DEFAULT_SETTINGS
-    pairs = make_preference_pairs(n_train=settings.n_train, n_heldout=settings.n_heldout, seed=seed)
-    identity = json.dumps({"version": VERSION, "seed": seed, **asdict(settings), "pairs": pairs}, sort_keys=True)
-    name = f"hh_default_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-    return Path(cache_dir).expanduser() / name, pairs
+def _build_in_child(cache_dir: Path, seed: int, quick: bool) -> None:
+    """Train the models in a process that knows of no launch: the trainers here would take the whole of it for theirs."""
+    alone = {name: value for name, value in os.environ.items() if not LAUNCHED.fullmatch(name)}
+    command = [sys.executable, "-u", __file__, str(cache_dir), str(seed), *(["--quick"] if quick else [])]
+    if code := subprocess.run(command, env=alone).returncode:
+        raise RuntimeError(f"The tiny models could not be trained: {command} ended with {code}.")
 
 
-def prepare_default(cache_dir: str | os.PathLike[str], seed: int = 0, quick: bool = False) -> DefaultAssets:
+def prepare_default(
+    cache_dir: str | os.PathLike[str], seed: int = 0, quick: bool = False, in_child: bool = False
+) -> DefaultAssets:
     """
     Train the tiny tokenizer, policy and reward model, or load them if an earlier call has done so.
 
@@ -415,17 +416,23 @@ def prepare_default(cache_dir: str | os.PathLike[str], seed: int = 0, quick: boo
             Seed of the dialogues and of the training.
         quick (`bool`, *optional*, defaults to `False`):
             Same steps with smaller models and fewer pairs, for tests. The models are poor.
+        in_child (`bool`, *optional*, defaults to `False`):
+            Train in a process of its own.
 
     Returns:
         [`DefaultAssets`]:
             Paths, measurements and rows.
     """
     settings = QUICK_SETTINGS if quick else DEFAULT_SETTINGS
-    target, pairs = _target(cache_dir, seed, quick)
-    cache_dir = target.parent
+    pairs = make_preference_pairs(n_train=settings.n_train, n_heldout=settings.n_heldout, seed=seed)
+    identity = json.dumps({"version": VERSION, "seed": seed, **asdict(settings), "pairs": pairs}, sort_keys=True)
+    cache_dir = Path(cache_dir).expanduser()
+    target = cache_dir / f"hh_default_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     from_cache = (target / METRICS_FILE).exists()
     if from_cache:
         print(f"Using the tiny models in {target}")
+    elif in_child:
+        _build_in_child(cache_dir, seed, quick)
     else:
         print(f"Training the tiny models for {target}; this is done once")
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -448,18 +455,10 @@ def prepare_default(cache_dir: str | os.PathLike[str], seed: int = 0, quick: boo
 
 
 def prepare_default_for_launch(cache_dir: str | os.PathLike[str], quick: bool = False) -> DefaultAssets:
-    """
-    [`prepare_default`] with seed 0, on each process of a launch. What must be trained is trained by the main process, in
-    a child of its own: the trainers here would take the whole launch for theirs.
-    """
+    """[`prepare_default`] on each process of a launch. What must be trained, the main process trains, in a child."""
     with PartialState().main_process_first():
-        if not (_target(cache_dir, 0, quick)[0] / METRICS_FILE).exists():
-            alone = {name: value for name, value in os.environ.items() if not LAUNCHED.fullmatch(name)}
-            command = [sys.executable, "-u", __file__, str(cache_dir), *(["--quick"] if quick else [])]
-            if code := subprocess.run(command, env=alone).returncode:
-                raise RuntimeError(f"The tiny models could not be trained: {command} ended with {code}.")
-        return prepare_default(cache_dir, quick=quick)
+        return prepare_default(cache_dir, quick=quick, in_child=True)
 
 
 if __name__ == "__main__":
-    prepare_default(sys.argv[1], quick="--quick" in sys.argv[2:])
+    prepare_default(sys.argv[1], seed=int(sys.argv[2]), quick="--quick" in sys.argv[3:])

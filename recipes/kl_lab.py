@@ -235,10 +235,9 @@ def run_all(
         job: parse([*arguments, *job[0].flags, "--seed", str(job[1]), "--output_dir", str(folder)], script_class)
         for job in jobs
     }
-    setup, records = None, []
+    setup, records, shared = None, [], [list(arguments), _config_text(arguments)]
     for setting, seed in tqdm(jobs, desc="runs", unit="run", disable=not PartialState().is_main_process):
-        identity = [list(arguments), _config_text(arguments), list(setting.flags), seed]
-        mark = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+        mark = hashlib.sha256(json.dumps([*shared, list(setting.flags), seed]).encode()).hexdigest()[:16]
         name = re.sub(r"[^\w.-]+", "_", setting.label)
         file = folder / f"{name}-seed{seed}.json"
         if file.exists() and (record := json.loads(file.read_text())).get("mark") == mark:

@@ -108,7 +108,7 @@ def load_dialogues(script_args: ScriptArguments, parse_row=parse_hh_row) -> tupl
     """Training and held-out rows, each as `parse_row` makes it, from the Hub or from local files."""
     name = script_args.dataset_name
     if script_args.dataset_streaming:
-        raise ValueError("--dataset_streaming cannot be used: the dialogues are shuffled and held out in memory.")
+        raise ValueError("--dataset_streaming cannot be used: all dialogues are read into memory.")
     try:
         if os.path.isfile(name):
             suffix = Path(name.removesuffix(".gz")).suffix

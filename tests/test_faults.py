@@ -79,20 +79,19 @@ def kills(folder, per_trainer: int, seed: int, timeout: int) -> list[dict]:
     return lines
 
 
-def check_kills(lines: list[dict]) -> int:
-    """Returns how many left a torn checkpoint, which depends on the load of the machine."""
+def check_kills(lines: list[dict]) -> None:
     for line in lines:
         assert line["end"] == "exit 0" and line["different"] == [], line
         assert line["steps"] == (12 if line["trainer"] == "PPO" else 6), line
         if line["resumed_from"] is None:
-            # Killed in its first save, or before it: told so, and trained anew.
-            assert len(line["left"]) <= 1, line
+            # Killed in its first save: told so, and trained anew.
+            assert line["phase"] == "save" and line["step"] == (4 if line["trainer"] == "PPO" else 2), line
             assert re.search("no checkpoint in .* is whole|No valid checkpoint found", line["refused"]), line
         elif line["resumed_from"] != line["left"][-1]:
-            assert line["left"][-1] in line["torn"], line
+            assert line["phase"] == "save" and line["left"][-1] in line["torn"], line
     torn = sum(line["torn"] is not None or "refused" in line for line in lines)
     print(f"\n{len(lines)} kills survived, {torn} of them with a torn checkpoint")
-    return torn
+    assert torn >= len(TRAINERS)
 
 
 @pytest.mark.slow
@@ -107,7 +106,7 @@ def test_killed_at_many_random_moments(tmp_path):
     per_trainer = int(os.environ.get("KLX_KILLS", "21"))
     seed = int(time.time())
     print(f"seed {seed}")
-    assert check_kills(kills(tmp_path, per_trainer, seed, timeout=7000)) > 0
+    check_kills(kills(tmp_path, per_trainer, seed, timeout=7000))
 
 
 @pytest.mark.nightly

@@ -102,6 +102,22 @@ def test_published_settings_are_carried_over(size, batch, steps, learning_rate, 
     assert "# Sized for:" in header and f"--config recipes/{path.name}" in header
 
 
+@pytest.mark.parametrize("size", ["125m", "1b", "6b", "20b"])
+def test_what_the_published_recipes_say_of_their_horizon(size):
+    text = (RECIPES / f"ppo_hh_{size}.yaml").read_text()
+    content, (processes,) = yaml.safe_load(text), map(int, re.findall(r"--num_processes (\d+)", text))
+    of_one = content["per_device_train_batch_size"] * content["gradient_accumulation_steps"]
+    per_rollout = content["num_ppo_epochs"] * content["num_mini_batches"]
+    rollouts = round(content["max_steps"] / per_rollout)
+    # Ziegler's rule moves the coefficient by at most a fifth per horizon.
+    factor = (1 + 0.2 * of_one * processes / content["kl_horizon"]) ** rollouts
+    assert f"In these {rollouts} rollouts" in text and f"by a factor of {factor:.1f} at most" in text
+    # trlx counts a mini-batch per epoch, on one process.
+    speed = of_one * processes / (content["num_ppo_epochs"] * of_one // content["num_mini_batches"])
+    assert ("as fast as trlx's" in text) == (speed != 1)
+    assert speed == 1 or f"it is {'twice' if speed == 2 else f'{speed:.0f} times'} as fast as trlx's" in text
+
+
 def test_every_yaml_file_is_a_recipe_of_some_script():
     # A config that no script's parser is tried on would rot unseen.
     known = {path.name for path in RECIPES.rglob("ppo_hh*.yaml")} | {

@@ -198,10 +198,9 @@ def test_policy_that_trains_the_base_weights_which_the_reference_shares(tmp_path
     assert "The policy trains 'base_model.model.lm_head.weight'" in refusal(tmp_path, model=thawed, **fields)
 
 
-@pytest.mark.parametrize("fields", [{}, {"kl_ref_adapter_path": "adapter"}], ids=str)
-def test_policy_whose_adapter_has_taken_over_a_part_of_the_base(fields, tmp_path, adapter_path):
-    if fields:
-        fields = {"kl_ref_adapter_path": adapter_path}
+@pytest.mark.parametrize("reference", ["base", "adapter"])
+def test_policy_whose_adapter_has_taken_over_a_part_of_the_base(reference, tmp_path, adapter_path):
+    fields = {"kl_ref_adapter_path": adapter_path} if reference == "adapter" else {}
     message = refusal(tmp_path, peft=lora(init_lora_weights="pissa"), **fields)
     assert "`init_lora_weights='pissa'`" in message and "`kl_penalty_reference_step=0`" in message
 

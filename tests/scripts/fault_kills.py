@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from resumption import build_run, outcome
+from resumption import build_run, kill_self, outcome
 from tiny import trained_lora
 from tiny_ppo import build_resumed_run, ppo_outcome
 from trl_klx.references import saved_steps
@@ -89,10 +89,10 @@ def ends(child: int) -> str:
     return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
 
 
-def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: int, delay: float) -> bool:
+def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: int, delay: float | None) -> bool:
     """
-    Start a run and kill it `delay` seconds after it enters a phase with `step` steps done. Returns whether it was still
-    running then.
+    Start a run and kill it `delay` seconds after it enters a phase with `step` steps done; without a delay, in the middle
+    of the save. Returns whether it was still running then.
     """
     reader, writer = os.pipe()
 
@@ -103,6 +103,8 @@ def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: i
         def announced(*args, **kwargs):
             if built.state.global_step == step:
                 os.write(writer, b".")
+                if delay is None:
+                    built._save_optimizer_and_scheduler = lambda *args: kill_self()
             return method(*args, **kwargs)
 
         setattr(built, PHASES[phase], announced)
@@ -111,15 +113,23 @@ def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: i
     child = in_child(train)
     os.close(writer)
     assert os.read(reader, 1), "the run never got there"
-    time.sleep(delay)
-    os.kill(child, signal.SIGKILL)
+    if delay is not None:
+        time.sleep(delay)
+        os.kill(child, signal.SIGKILL)
     os.close(reader)
     return ends(child) == "signal 9"
 
 
-def is_over(folder: Path, last: int) -> bool:
-    checkpoint = folder / f"checkpoint-{last}"
-    return checkpoint.exists() and checkpoint_fault(str(checkpoint)) is None
+def came_too_late(folder: Path, phase: str, last: int) -> bool:
+    """
+    Whether a run was over, its last checkpoint whole, or a kill outside of a save came into the next one. The former,
+    resumed, would train one step too many, as every run of the host does.
+    """
+    newest = max(saved_steps(str(folder)), default=None)
+    if newest is None:
+        return False
+    whole = checkpoint_fault(str(folder / f"checkpoint-{newest}")) is None
+    return newest == last if whole else phase != "save"
 
 
 def train_whole(trainer: str, run: str, folder: Path, adapter: str, whole: Path) -> None:
@@ -192,9 +202,10 @@ def main() -> None:
                 step = draw.randrange(every, last)
             length = torch.load(whole, weights_only=False)["lengths"][phase]
             delay = draw.uniform(0.0, 0.9) * length
-            # Lengths were measured once, and the machine may have become faster since. A run whose last checkpoint is
-            # whole was over: resumed, it would train one step too many, as every run of the host does.
-            while not kill(trainer, run, folder, adapter, phase, step, delay) or is_over(folder, last):
+            if phase == "save" and number < len(PHASES):
+                delay = None  # so that each trainer has left a torn checkpoint, whatever the load of the machine
+            # Lengths were measured once, and the machine may have become faster since.
+            while not kill(trainer, run, folder, adapter, phase, step, delay) or came_too_late(folder, phase, last):
                 shutil.rmtree(folder)
                 delay /= 4
             left = [f"checkpoint-{saved}" for saved in saved_steps(str(folder))]

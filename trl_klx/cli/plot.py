@@ -137,15 +137,12 @@ def _draw_panel(axis, name: str, runs: Sequence[Run]) -> None:
         marker = "." if len(values) < 30 else None
         axis.plot(steps, values, color=f"C{index}", marker=marker, linewidth=1.2, label=one.name)
     # One band for each target, in grey where the runs share it.
-    targets = {one.target for one in runs if one.target is not None and one.kl_key == name}
-    if targets:
-        for index, one in enumerate(runs):
-            if one.kl_key == name and one.target in targets:
-                color = "0.3" if len(targets) == 1 else f"C{index}"
-                axis.axhline(one.target, color=color, linestyle="--", linewidth=1.0)
-                axis.axhspan(0.8 * one.target, 1.2 * one.target, color=color, alpha=0.12, linewidth=0)
-                if len(targets) == 1:
-                    break
+    targets = {index: one.target for index, one in enumerate(runs) if one.target is not None and one.kl_key == name}
+    shared = len(set(targets.values())) == 1
+    for index, target in list(targets.items())[: 1 if shared else None]:
+        color = "0.3" if shared else f"C{index}"
+        axis.axhline(target, color=color, linestyle="--", linewidth=1.0)
+        axis.axhspan(0.8 * target, 1.2 * target, color=color, alpha=0.12, linewidth=0)
     if name == "klx/coef" and all(value > 0 for one in runs for value in one.values(name)):
         axis.set_yscale("log")
     axis.set_title(TITLES.get(name, name), fontsize="medium")

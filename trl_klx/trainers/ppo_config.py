@@ -153,6 +153,8 @@ class KLXPPOConfig(KLXGRPOConfig):
             Former name of `max_completion_length`.
     """
 
+    _scales_rewards: ClassVar[bool] = False
+
     # Defaults of PPO where they differ from GRPO's.
     learning_rate: float = field(default=3e-6, metadata={"help": "The initial learning rate for AdamW."})
     num_generations: int = field(default=1, metadata={"help": "Number of completions per prompt."})
@@ -239,7 +241,6 @@ class KLXPPOConfig(KLXGRPOConfig):
     dataset_num_proc: int | None = field(
         default=None, metadata={"help": "Processes that turn tokenized data into prompts."}
     )
-    _scales_rewards: ClassVar[bool] = False
     kl_coef: float | None = field(default=None, metadata={"help": "Former name of `kl_penalty_coef`."})
     response_length: int | None = field(default=None, metadata={"help": "Former name of `max_completion_length`."})
 
