@@ -30,7 +30,7 @@ from stories import is_available, write_dataset  # noqa: E402
 from hh_report import load_pyplot  # noqa: E402
 from kl_lab import Setting, average, by_label, run_all, tail  # noqa: E402
 from ppo_hh import say  # noqa: E402
-from trl_klx.tracking import relative_rms_error, steps_to_settle  # noqa: E402
+from trl_klx.controllers.tracking_error import relative_rms_error, steps_to_settle  # noqa: E402
 
 
 START = 0.05

@@ -33,13 +33,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 from hh_bootstrap import prepare_default  # noqa: E402
-from trl_klx.estimators import (  # noqa: E402
+from trl_klx.control.logps import captured_hidden, no_lm_head  # noqa: E402
+from trl_klx.maths.estimators import (  # noqa: E402
     KL_ESTIMATORS,
     estimate_full_kl,
     estimate_kl,
     full_kl_and_logps,
 )
-from trl_klx.scoring import captured_hidden, no_lm_head  # noqa: E402
 
 
 DISTANCES = (0.1, 0.2, 0.3, 0.5)

@@ -16,7 +16,7 @@ from statistics import fmean
 import numpy as np
 
 from trl_klx import get_kl_controller
-from trl_klx.tracking import relative_rms_error, steps_to_settle
+from trl_klx.controllers.tracking_error import relative_rms_error, steps_to_settle
 
 
 TOKENS, SYMBOLS, FEATURES, GROUP, STEPS, SEEDS = 16, 64, 8, 4, 150, 3

@@ -37,8 +37,8 @@ def main() -> None:
 
     import torch
 
-    from trl_klx.advantages import discount_kl
-    from trl_klx.gae import compute_gae
+    from trl_klx.maths.advantages import discount_kl
+    from trl_klx.maths.gae import compute_gae
 
     torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(0)

@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from trl_klx import KLXGRPOConfig, KLXPPOConfig
-from trl_klx.configs import KLXConfigMixin
+from trl_klx.trainers.config import KLXConfigMixin
 
 
 PAGE = Path(__file__).with_name("config.md")

@@ -35,8 +35,8 @@ from kl_lab import (
     with_defaults,
 )
 from ppo_hh import exit_on_user_error, say
-from trl_klx.registry import list_kl_controllers
-from trl_klx.tracking import relative_rms_error, steps_to_settle
+from trl_klx.controllers.registry import list_kl_controllers
+from trl_klx.controllers.tracking_error import relative_rms_error, steps_to_settle
 
 
 DEFAULT_CONFIG = Path(__file__).with_name("compare_controllers.yaml")

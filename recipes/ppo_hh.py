@@ -56,7 +56,7 @@ from hh_report import (
 )
 from hh_rows import parse_hh_row
 from trl_klx import KLXPPOConfig, KLXPPOTrainer
-from trl_klx.sharding import loaded_whole
+from trl_klx.references.sharding import loaded_whole
 
 
 DEFAULT_CONFIG = Path(__file__).with_name("ppo_hh.yaml")

@@ -9,7 +9,7 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from tiny import build_model, lora
-from trl_klx.adapters import (
+from trl_klx.references.peft_io import (
     REFERENCE_ADAPTER,
     adapter_active,
     hash_tensors,

@@ -19,7 +19,7 @@ from adapter_checks import (
     untouched,
 )
 from tiny import build_model, lora
-from trl_klx.adapters import (
+from trl_klx.references.peft_io import (
     REFERENCE_ADAPTER,
     adapter_active,
     adapter_tensors,

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_klx import advantages
-from trl_klx.advantages import (
+from trl_klx.maths import advantages
+from trl_klx.maths.advantages import (
     center_kl_advantages,
     discount_kl,
     discounted_suffix_sum,

@@ -11,7 +11,7 @@ from oracle import kl_of_tokens, plain_model
 from tiny import build_dataset, build_trainer, logged, recording, trained_lora
 from tiny_ppo import build_ppo
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
-from trl_klx.trainers.completions import CompletionKLs
+from trl_klx.trainers.completions_table import CompletionKLs
 
 
 FIELDS = {"kl_penalty_coef": 0.1, "log_completions": True, "num_completions_to_print": 0, "max_steps": 2}

@@ -21,7 +21,7 @@ from config_fields import (
     refusal,
 )
 from trl_klx import KLXGRPOConfig, KLXRLOOConfig
-from trl_klx.configs import KLXConfigMixin
+from trl_klx.trainers.config import KLXConfigMixin
 
 
 def parse(config_class, tmp_path, flags=(), **content):

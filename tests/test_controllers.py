@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import trl_klx.registry
-from trl_klx.controllers import (
+import trl_klx.controllers.registry
+from trl_klx.controllers.registry import (
+    get_kl_controller,
+    get_kl_controller_class,
+    list_kl_controllers,
+    register_kl_controller,
+)
+from trl_klx.controllers.rules import (
     AdaptiveKLController,
     ExponentialKLController,
     FixedKLController,
     KLController,
     PIDKLController,
 )
-from trl_klx.registry import (
-    get_kl_controller,
-    get_kl_controller_class,
-    list_kl_controllers,
-    register_kl_controller,
-)
-from trl_klx.tracking import relative_rms_error
+from trl_klx.controllers.tracking_error import relative_rms_error
 
 
 NAN, INF = math.nan, math.inf
@@ -41,7 +41,7 @@ def build(name, **kwargs):
 @pytest.fixture
 def registry(monkeypatch):
     """A copy of the registry, so that names registered in a test are gone after it."""
-    monkeypatch.setattr(trl_klx.registry, "_REGISTRY", dict(trl_klx.registry._REGISTRY))
+    monkeypatch.setattr(trl_klx.controllers.registry, "_REGISTRY", dict(trl_klx.controllers.registry._REGISTRY))
 
 
 class TestFixed:
@@ -476,7 +476,7 @@ class TestEntryPoints:
         install(
             "plugged",
             "klx_test_plugin",
-            "from trl_klx.controllers import KLController\n"
+            "from trl_klx.controllers.rules import KLController\n"
             "class Plugged(KLController):\n"
             "    def _next(self, kl, n_steps):\n"
             "        return 0.7\n",

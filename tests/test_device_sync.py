@@ -18,7 +18,7 @@ import trl_klx
 from tiny import build_trainer, lora, scripted_rollout, trained_lora
 from tiny_ppo import build_ppo
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
-from trl_klx.advantages import (
+from trl_klx.maths.advantages import (
     center_kl_advantages,
     discount_kl,
     group_means,
@@ -26,8 +26,8 @@ from trl_klx.advantages import (
     sequence_means,
     whiten_with_moments,
 )
-from trl_klx.estimators import KL_ESTIMATORS, estimate_kl, kl_totals
-from trl_klx.gae import clipped_value_loss, compute_gae, shape_rewards
+from trl_klx.maths.estimators import KL_ESTIMATORS, estimate_kl, kl_totals
+from trl_klx.maths.gae import clipped_value_loss, compute_gae, shape_rewards
 
 
 OURS = str(Path(trl_klx.__file__).parent)

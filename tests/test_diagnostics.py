@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from trl_klx.diagnostics import DriftMonitor
+from trl_klx.controllers.drift import DriftMonitor
 
 
 def feed(monitor, *kls):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_klx.estimators import (
+from trl_klx.maths.estimators import (
     KL_ESTIMATORS,
     MAX_ABS_LOG_RATIO,
     MAX_LOG_RATIO,

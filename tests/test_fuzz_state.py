@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from resumption import build_run
-from trl_klx.state import write_json, write_kl_state
+from trl_klx.checkpoints.kl_state import write_json, write_kl_state
 
 
 DRAWS = int(os.environ.get("KLX_FUZZ_DRAWS", "15"))

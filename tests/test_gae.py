@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_klx import advantages as advantages_module
-from trl_klx.gae import clipped_value_loss, compute_gae, shape_rewards
+from trl_klx.maths import advantages as advantages_module
+from trl_klx.maths.gae import clipped_value_loss, compute_gae, shape_rewards
 
 
 NAN = math.nan

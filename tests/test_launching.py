@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 
 from tiny import build_trainer
 from trl_klx import KLXGRPOTrainer
-from trl_klx.launching import find_launch_faults
+from trl_klx.trainers.launch_check import find_launch_faults
 
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ import torch
 
 from tiny import build_trainer, trained_lora
 from trl_klx import KLXGRPOTrainer
-from trl_klx.moving import LaggedReference
+from trl_klx.references.moving import LaggedReference
 
 
 def weights_at(step: int) -> dict[str, torch.Tensor]:
@@ -78,7 +78,7 @@ def test_nothing_is_left_on_disk(tmp_path):
 
 KILLED = """
 import os, resource, signal, sys, torch
-from trl_klx.moving import LaggedReference
+from trl_klx.references.moving import LaggedReference
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 policy = {str(index): torch.rand(2**18) for index in range(16)}
 reference = {name: weight.clone() for name, weight in policy.items()}

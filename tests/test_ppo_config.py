@@ -12,7 +12,7 @@ import yaml
 from trl import GRPOConfig, TrlParser
 
 from trl_klx import KLXGRPOConfig, KLXPPOConfig
-from trl_klx.trainers.ppo_config import COMPUTED
+from trl_klx.ppo.config import COMPUTED
 
 
 BARE = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": []}

@@ -23,7 +23,7 @@ from tiny_ppo import (
     values_by_hand,
 )
 from trl_klx import KLXPPOConfig
-from trl_klx.scaling import RewardScaler
+from trl_klx.ppo.reward_scaling import RewardScaler
 
 
 # ---- Scores ----

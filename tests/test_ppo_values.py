@@ -27,7 +27,7 @@ from tiny_ppo import (
     train_ppo,
 )
 from trl_klx import KLXPPOTrainer
-from trl_klx.values import ValueHead
+from trl_klx.ppo.value_function import ValueHead
 from value_checks import ADAPTERS, parts
 
 

@@ -28,8 +28,8 @@ from reference_checks import (
 )
 from tiny import build_model, logged, lora
 from trl_klx import KLXGRPOConfig
-from trl_klx.adapters import REFERENCE_ADAPTER, hash_tensors
-from trl_klx.references import _check_engine, fingerprint, saved_steps
+from trl_klx.references.peft_io import REFERENCE_ADAPTER, hash_tensors
+from trl_klx.references.resolution import _check_engine, fingerprint, saved_steps
 
 
 @pytest.fixture(scope="module")

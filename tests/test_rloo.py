@@ -22,7 +22,7 @@ from tiny import (
     weights,
 )
 from trl_klx import KLXRLOOConfig, KLXRLOOTrainer
-from trl_klx.losses import clipped_surrogate
+from trl_klx.maths.losses import clipped_surrogate
 from trl_klx.trainers import rloo
 
 

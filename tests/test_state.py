@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trl_klx.state import read_json, read_kl_reference, read_kl_state, write_json, write_kl_state
+from trl_klx.checkpoints.kl_state import read_json, read_kl_reference, read_kl_state, write_json, write_kl_state
 
 
 STATE = {

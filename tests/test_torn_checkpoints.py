@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from resumption import build_run, outcome
 from tiny import assert_same_weights, build_trainer
 from trl_klx import KLXGRPOTrainer
-from trl_klx.resuming import checkpoint_fault, choose_checkpoint
+from trl_klx.checkpoints.integrity import checkpoint_fault, choose_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 import pytest
 
-from trl_klx.tracking import relative_rms_error, steps_to_settle
+from trl_klx.controllers.tracking_error import relative_rms_error, steps_to_settle
 
 
 def test_relative_rms_error():

@@ -5,21 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .advantages import center_kl_advantages
-    from .callbacks import KLXCallback
-    from .configs import KLXGRPOConfig, KLXRLOOConfig
-    from .controllers import (
+    from .controllers.registry import get_kl_controller, register_kl_controller
+    from .controllers.rules import (
         AdaptiveKLController,
         ExponentialKLController,
         FixedKLController,
         KLController,
         PIDKLController,
     )
-    from .estimators import estimate_kl
-    from .registry import get_kl_controller, register_kl_controller
+    from .maths.advantages import center_kl_advantages
+    from .maths.estimators import estimate_kl
+    from .ppo.config import KLXPPOConfig
+    from .ppo.trainer import KLXPPOTrainer
+    from .trainers.callback import KLXCallback
+    from .trainers.config import KLXGRPOConfig, KLXRLOOConfig
     from .trainers.grpo import KLXGRPOTrainer
-    from .trainers.ppo import KLXPPOTrainer
-    from .trainers.ppo_config import KLXPPOConfig
     from .trainers.rloo import KLXRLOOTrainer
 
 
@@ -47,22 +47,22 @@ __all__ = [
 # Where each public name lives. Imported on first use: a trainer brings torch and TRL with it, which takes seconds that
 # controllers and the `trl-klx` command do not need.
 _MODULES = {
-    "AdaptiveKLController": ".controllers",
-    "ExponentialKLController": ".controllers",
-    "FixedKLController": ".controllers",
-    "KLController": ".controllers",
-    "KLXCallback": ".callbacks",
-    "KLXGRPOConfig": ".configs",
+    "AdaptiveKLController": ".controllers.rules",
+    "ExponentialKLController": ".controllers.rules",
+    "FixedKLController": ".controllers.rules",
+    "KLController": ".controllers.rules",
+    "KLXCallback": ".trainers.callback",
+    "KLXGRPOConfig": ".trainers.config",
     "KLXGRPOTrainer": ".trainers.grpo",
-    "KLXPPOConfig": ".trainers.ppo_config",
-    "KLXPPOTrainer": ".trainers.ppo",
-    "KLXRLOOConfig": ".configs",
+    "KLXPPOConfig": ".ppo.config",
+    "KLXPPOTrainer": ".ppo.trainer",
+    "KLXRLOOConfig": ".trainers.config",
     "KLXRLOOTrainer": ".trainers.rloo",
-    "PIDKLController": ".controllers",
-    "center_kl_advantages": ".advantages",
-    "estimate_kl": ".estimators",
-    "get_kl_controller": ".registry",
-    "register_kl_controller": ".registry",
+    "PIDKLController": ".controllers.rules",
+    "center_kl_advantages": ".maths.advantages",
+    "estimate_kl": ".maths.estimators",
+    "get_kl_controller": ".controllers.registry",
+    "register_kl_controller": ".controllers.registry",
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from trl_klx.launching import check_launch
+from trl_klx.trainers.launch_check import check_launch
 
 
 output, use_cpu = Path(sys.argv[1]), sys.argv[2] == "cpu"

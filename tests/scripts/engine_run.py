@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from engine_cases import RESUMED, build_case, series
 from transformers import AutoModelForCausalLM
 
-from trl_klx.sharding import is_sharded, loaded_whole
+from trl_klx.references.sharding import is_sharded, loaded_whole
 
 
 torch.set_num_threads(1)

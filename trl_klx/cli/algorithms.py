@@ -88,7 +88,7 @@ class GroupedParser(TrlParser):
 
     def groups(self) -> dict[str, set[str]]:
         """Title of each group, and the fields that belong to it and to no group before it."""
-        from ..configs import KLXConfigMixin
+        from ..trainers.config import KLXConfigMixin
 
         config, host = self.algorithm.config, self.algorithm.host.upper()
         bases = [base for base in config.__mro__ if base.__name__ == f"{host}Config"]

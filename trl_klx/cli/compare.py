@@ -15,7 +15,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..tracking import SETTLED_BAND, relative_rms_error
+from ..controllers.tracking_error import SETTLED_BAND, relative_rms_error
 from .console import number, table
 from .runs import TRL_KL_KEYS, Run, last_quarter, mean, read_runs
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from ..controllers import KLController
-from ..registry import ENTRY_POINT_GROUP, get_kl_controller, get_kl_controller_class, list_kl_controllers
+from ..controllers.registry import ENTRY_POINT_GROUP, get_kl_controller, get_kl_controller_class, list_kl_controllers
+from ..controllers.rules import KLController
 from .console import CLIError, number, one_line, table
 from .plot import check_format, check_matplotlib, save
 from .runs import Run, read_run

@@ -89,7 +89,7 @@ def find_folders(root: Path) -> list[Path]:
     Checkpoints by step, the run's own folder if it holds weights, and every folder down to the second level that holds
     an adapter. PEFT saves an adapter of any other name than "default" into a folder of that name.
     """
-    from ..references import saved_steps
+    from ..references.resolution import saved_steps
 
     found = []
     for checkpoint in (root / f"checkpoint-{step}" for step in saved_steps(str(root))):
@@ -108,7 +108,7 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _holds_adapter(folder: Path) -> bool:
-    from ..adapters import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE
+    from ..references.peft_io import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE
 
     return any((folder / name).is_file() for name in (CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE))
 
@@ -151,7 +151,7 @@ def examine(folder: Path, root: Path, read=lambda size: None) -> Candidate:
 
 
 def _adapter_hash(folder: Path, read) -> str:
-    from ..adapters import _BadAdapterError, _read_config, _read_weights, hash_tensors
+    from ..references.peft_io import _BadAdapterError, _read_config, _read_weights, hash_tensors
 
     try:
         _read_config(str(folder))
@@ -165,7 +165,7 @@ def _adapter_hash(folder: Path, read) -> str:
 
 
 def _model_hash(folder: Path, read) -> str:
-    from ..references import fingerprint
+    from ..references.resolution import fingerprint
 
     shards = _shards(folder)
     if not shards:
@@ -215,7 +215,7 @@ def _check_weight(name: str, weight) -> None:
 
 def trained_against(folders: list[Path]) -> list[str]:
     """What the checkpoints say of the reference that they were trained against."""
-    from ..state import STATE_FILE, read_kl_state
+    from ..checkpoints.kl_state import STATE_FILE, read_kl_state
 
     found: dict[str, list[str]] = {}
     for folder in folders:

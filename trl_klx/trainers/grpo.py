@@ -6,9 +6,9 @@ import torch
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from ..configs import KLXGRPOConfig
-from ..estimators import sum_kl_per_sequence
-from .base import KLXTrainerMixin
+from ..maths.estimators import sum_kl_per_sequence
+from .config import KLXGRPOConfig
+from .mixin import KLXTrainerMixin
 
 
 class KLXGRPOTrainer(KLXTrainerMixin, GRPOTrainer):

@@ -4,11 +4,11 @@ import torch
 from trl import RLOOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from ..configs import KLXRLOOConfig
-from ..estimators import estimate_kl, sum_kl_per_sequence
-from ..losses import clipped_surrogate
-from ..scoring import Scored
-from .base import KLXTrainerMixin
+from ..control.logps import Scored
+from ..maths.estimators import estimate_kl, sum_kl_per_sequence
+from ..maths.losses import clipped_surrogate
+from .config import KLXRLOOConfig
+from .mixin import KLXTrainerMixin
 
 
 class KLXRLOOTrainer(KLXTrainerMixin, RLOOTrainer):

@@ -8,11 +8,11 @@ from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..adapters import WEIGHTS_FILE, only_trained_adapter, trained_adapter
-from ..moving import Weights
-from ..references import AdapterReference, saved_steps
-from ..resuming import choose_checkpoint, mark_unfinished
-from ..state import check_kl_reference, read_kl_reference, read_kl_state, write_kl_state
+from ..references.moving import Weights
+from ..references.peft_io import WEIGHTS_FILE, only_trained_adapter, trained_adapter
+from ..references.resolution import AdapterReference, saved_steps
+from .integrity import choose_checkpoint, mark_unfinished
+from .kl_state import check_kl_reference, read_kl_reference, read_kl_state, write_kl_state
 
 
 class KLXCheckpointMixin:

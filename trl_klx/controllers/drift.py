@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from .estimators import KL_UNITS
+from ..maths.estimators import KL_UNITS
 
 
 _TYPICAL_TARGETS = {

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 from safetensors.torch import load_file
 
-from ..state import read_json, write_json, write_weights
-from ..values import VALUE_MODULE, ValueFunction
+from ..checkpoints.kl_state import read_json, write_json, write_weights
+from .value_function import VALUE_MODULE, ValueFunction
 
 
 VALUE_FILE = "value_function.safetensors"

@@ -11,19 +11,16 @@ from datasets import Dataset
 from torch import nn
 from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
-from ..adapters import adapter_tensors, hash_tensors, trained_adapter
-from ..advantages import masked_moments, sequence_means, whiten_with_moments
-from ..gae import clipped_value_loss, compute_gae, shape_rewards
-from ..references import AdapterReference, KLReference, ModelReference, add_trl_lm_head, fingerprint
-from ..resuming import check_checkpoints
-from ..scaling import RewardScaler
-from ..scoring import Scored, causal_lm, narrow_tiles
-from ..stopping import generate_until, holds_text
-from ..values import ValueFunction, ValueHead, ValueModel, call_without_value, freeze_bottom_layers
-from .grpo import KLXGRPOTrainer
-from .ppo_checkpointing import PPOCheckpointMixin
-from .ppo_config import KLXPPOConfig
-from .ppo_inputs import (
+from ..checkpoints.integrity import check_checkpoints
+from ..control.logps import Scored, causal_lm, narrow_tiles
+from ..maths.advantages import masked_moments, sequence_means, whiten_with_moments
+from ..maths.gae import clipped_value_loss, compute_gae, shape_rewards
+from ..references.peft_io import adapter_tensors, hash_tensors, trained_adapter
+from ..references.resolution import AdapterReference, KLReference, ModelReference, add_trl_lm_head, fingerprint
+from ..trainers.grpo import KLXGRPOTrainer
+from .checkpoint import PPOCheckpointMixin
+from .config import KLXPPOConfig
+from .inputs import (
     activate_adapter,
     check_prompts,
     check_ref_model,
@@ -31,7 +28,10 @@ from .ppo_inputs import (
     train_with_optimizer,
     with_prompts,
 )
-from .ppo_metrics import PPOMetrics
+from .metrics import PPOMetrics
+from .reward_scaling import RewardScaler
+from .stop_strings import generate_until, holds_text
+from .value_function import ValueFunction, ValueHead, ValueModel, call_without_value, freeze_bottom_layers
 
 
 class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):

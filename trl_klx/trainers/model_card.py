@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from . import __version__
+from .. import __version__
 
 
 # TRL's card ends with versions and citations; what was done to the model comes before them.

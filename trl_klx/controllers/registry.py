@@ -5,7 +5,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from .controllers import (
+from .rules import (
     SETTINGS,
     AdaptiveKLController,
     ExponentialKLController,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from .moving import Weights
+from ..references.moving import Weights
 
 
 STATE_FILE = "kl_state.json"

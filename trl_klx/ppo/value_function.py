@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from .scoring import causal_lm
-from .sharding import join_parts
+from ..control.logps import causal_lm
+from ..references.sharding import join_parts
 
 
 # Name under which the value function hangs on the policy, so that optimizer, DDP, FSDP and DeepSpeed see it.

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig, RLOOConfig
 
-from .controllers import KLController
-from .estimators import KL_ESTIMATORS, KL_UNITS
-from .registry import get_kl_controller, get_kl_controller_class, list_kl_controllers
+from ..controllers.registry import get_kl_controller, get_kl_controller_class, list_kl_controllers
+from ..controllers.rules import KLController
+from ..maths.estimators import KL_ESTIMATORS, KL_UNITS
 
 
 KL_PLACEMENTS = ("advantage", "reward", "loss")

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 from trl.trainer import utils as trl_utils
 
-from .estimators import estimate_full_kl, estimate_kl, full_kl_and_logps
-from .sharding import is_sharded, join_parts
+from ..maths.estimators import estimate_full_kl, estimate_kl, full_kl_and_logps
+from ..references.sharding import is_sharded, join_parts
 
 
 # TRL's names for what projects hidden states to log-probs, and for how many words of the vocabulary it does at a time.

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from trl import GRPOConfig
 
-from ..configs import REFERENCE_FIELDS, KLXGRPOConfig, _number, _one_of
+from ..trainers.config import REFERENCE_FIELDS, KLXGRPOConfig, _number, _one_of
 
 
 class _OneGeneration(int):

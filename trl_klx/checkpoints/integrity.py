@@ -10,8 +10,8 @@ import zipfile
 
 from trl import GRPOConfig, RLOOConfig
 
-from .references import saved_steps
-from .state import read_json, read_kl_state
+from ..references.resolution import saved_steps
+from .kl_state import read_json, read_kl_state
 
 
 # The host writes it last, so that a checkpoint without it was never finished.

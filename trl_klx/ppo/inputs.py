@@ -7,8 +7,8 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 
-from ..configs import REFERENCE_FIELDS
-from .ppo_config import KLXPPOConfig
+from ..trainers.config import REFERENCE_FIELDS
+from .config import KLXPPOConfig
 
 
 def with_prompts(dataset, processing_class, num_proc: int | None = None):

@@ -16,7 +16,9 @@ from torch import nn
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer import utils as trl_utils
 
-from .adapters import (
+from ..trainers.config import KLXConfigMixin
+from .moving import LaggedReference, SyncedReference, Weights
+from .peft_io import (
     PLAIN_INITS,
     REFERENCE_ADAPTER,
     WEIGHTS_FILE,
@@ -29,8 +31,6 @@ from .adapters import (
     rng_kept,
     trained_adapter,
 )
-from .configs import KLXConfigMixin
-from .moving import LaggedReference, SyncedReference, Weights
 from .sharding import cut_part, is_sharded, join_parts, local_part, shard_again, use_written_parts, value_of_main
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback
 
-from .controllers import KLController
-from .registry import get_kl_controller, get_kl_controller_class
+from ..controllers.registry import get_kl_controller, get_kl_controller_class
+from ..controllers.rules import KLController
 
 
 # Where `trainer_state.json` keeps our state. It is no class name, so that the host never builds a callback from it:

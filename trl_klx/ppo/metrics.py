@@ -3,8 +3,8 @@
 import torch
 from accelerate import Accelerator
 
-from ..advantages import masked_moments
-from ..estimators import wide_dtype
+from ..maths.advantages import masked_moments
+from ..maths.estimators import wide_dtype
 
 
 class PPOMetrics:

@@ -12,15 +12,9 @@ from torch import nn
 from transformers import TrainerCallback
 from trl.models.utils import disable_gradient_checkpointing
 
-from ..advantages import discount_kl, group_means, kl_adjustment, sequence_means
-from ..cards import add_kl_section, describe_kl
-from ..configs import KLXConfigMixin
-from ..diagnostics import DriftMonitor
-from ..estimators import kl_totals, wide_dtype
-from ..launching import check_launch
-from ..references import AdapterReference, KLReference, resolve_reference
-from ..resuming import check_checkpoints
-from ..scoring import (
+from ..checkpoints.integrity import check_checkpoints
+from ..checkpoints.mixin import KLXCheckpointMixin
+from ..control.logps import (
     CAN_SKIP_LM_HEAD,
     Scored,
     captured_hidden,
@@ -30,8 +24,14 @@ from ..scoring import (
     narrow_tiles,
     no_lm_head,
 )
-from .checkpointing import KLXCheckpointMixin
-from .completions import CompletionKLs
+from ..controllers.drift import DriftMonitor
+from ..maths.advantages import discount_kl, group_means, kl_adjustment, sequence_means
+from ..maths.estimators import kl_totals, wide_dtype
+from ..references.resolution import AdapterReference, KLReference, resolve_reference
+from .completions_table import CompletionKLs
+from .config import KLXConfigMixin
+from .launch_check import check_launch
+from .model_card import add_kl_section, describe_kl
 
 
 logger = get_logger(__name__)

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather
 
-from ..estimators import sum_kl_per_sequence
+from ..maths.estimators import sum_kl_per_sequence
 
 
 COLUMN = "klx/kl"
