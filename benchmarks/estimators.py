@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 from hh_bootstrap import prepare_default  # noqa: E402
-from trl_klx.control.logps import captured_hidden, no_lm_head  # noqa: E402
+from trl_klx.control.forward_pass import captured_hidden, no_lm_head  # noqa: E402
 from trl_klx.maths.estimators import (  # noqa: E402
     KL_ESTIMATORS,
     estimate_full_kl,

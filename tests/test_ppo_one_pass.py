@@ -85,7 +85,7 @@ def test_tiles_of_logits_are_narrow_on_a_cpu_and_give_the_same(tmp_path, monkeyp
     narrow = train_ppo(tmp_path, model=model, kl_penalty_coef=0.2, **ONE_PASS)
     assert {args[5] for args in calls} == {512} and trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE == usual
     calls.clear()
-    monkeypatch.setattr("trl_klx.control.logps._trl_with", lambda name, value: nullcontext())
+    monkeypatch.setattr("trl_klx.control.forward_pass._trl_with", lambda name, value: nullcontext())
     wide = train_ppo(tmp_path, model=build_model(vocab_size=1500), kl_penalty_coef=0.2, **ONE_PASS)
     assert {args[5] for args in calls} == {usual}
     assert logged(narrow, "loss") == pytest.approx(logged(wide, "loss"), rel=1e-4)

@@ -6,7 +6,7 @@ from oracle import counting, kl_of_tokens
 from tiny import build_model, logged, lora, recording, train, watch_projections
 from tiny_ppo import RecordingPPOTrainer, train_ppo
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
-from trl_klx.control.logps import CAN_SKIP_LM_HEAD
+from trl_klx.control.forward_pass import CAN_SKIP_LM_HEAD
 
 
 ACCUMULATED = {"gradient_accumulation_steps": 2}

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .ppo.trainer import KLXPPOTrainer
     from .trainers.callback import KLXCallback
     from .trainers.config import KLXGRPOConfig, KLXRLOOConfig
-    from .trainers.grpo import KLXGRPOTrainer
-    from .trainers.rloo import KLXRLOOTrainer
+    from .trainers.grpo import KLXGRPOTrainer, KLXTrainerMixin
+    from .trainers.rloo import KLXRLOOMixin, KLXRLOOTrainer
 
 
 __version__ = "0.1.0"
@@ -36,7 +36,9 @@ __all__ = [
     "KLXPPOConfig",
     "KLXPPOTrainer",
     "KLXRLOOConfig",
+    "KLXRLOOMixin",
     "KLXRLOOTrainer",
+    "KLXTrainerMixin",
     "PIDKLController",
     "center_kl_advantages",
     "estimate_kl",
@@ -57,7 +59,9 @@ _MODULES = {
     "KLXPPOConfig": ".ppo.config",
     "KLXPPOTrainer": ".ppo.trainer",
     "KLXRLOOConfig": ".trainers.config",
+    "KLXRLOOMixin": ".trainers.rloo",
     "KLXRLOOTrainer": ".trainers.rloo",
+    "KLXTrainerMixin": ".trainers.grpo",
     "PIDKLController": ".controllers.rules",
     "center_kl_advantages": ".maths.advantages",
     "estimate_kl": ".maths.estimators",

@@ -21,22 +21,8 @@ class KLXCheckpointMixin:
     reference adapter out of what is saved, and the reference checkpoint out of what `save_total_limit` deletes.
     """
 
-    kl_controller = None
-    kl_reference = None
-    _klx_drift = None
     # The limit that `_save_checkpoint` has taken over from the host, while it runs.
     _klx_save_total_limit = None
-
-    def _klx_state(self) -> dict:
-        return {
-            "controller": {
-                "name": self.args.kl_controller_name,
-                "init_coef": self.args.kl_penalty_coef,
-                "state": self.kl_controller.state_dict(),
-            },
-            "drift": None if self._klx_drift is None else self._klx_drift.state_dict(),
-            "reference": self.kl_reference.identity,
-        }
 
     @property
     def _klx_starts_from_adapter(self) -> bool:
@@ -85,7 +71,7 @@ class KLXCheckpointMixin:
         reference = self._klx_reference_state()  # on every process, each of which may hold a part of it
         if self.args.should_save:
             mark_unfinished(folder)
-            write_kl_state(folder, self._klx_state(), reference)
+            write_kl_state(folder, self.kl_control.state_dict(), reference)
         if not protected or not self.args.save_total_limit:
             return super()._save_checkpoint(model, trial)
         # The host's rotation knows one checkpoint to spare, the best one; ours spares the reference as well.
@@ -139,14 +125,7 @@ class KLXCheckpointMixin:
             return
         self._klx_check_reference(state["reference"], checkpoint)
         self._klx_load_reference(state["reference"], checkpoint)
-        self._klx_load_controller(state["controller"], checkpoint)
-        if self._klx_drift is not None and state.get("drift") is not None:
-            try:
-                self._klx_drift.load_state_dict(state["drift"])
-            except ValueError as error:
-                raise ValueError(
-                    f"Cannot resume: the drift window in {checkpoint!r} is not valid ({error})"
-                ) from error
+        self.kl_control.load_state_dict(state, checkpoint)
 
     def _klx_load_reference(self, saved: dict, checkpoint: str) -> None:
         if self.kl_reference.mover is not None:
@@ -175,20 +154,3 @@ class KLXCheckpointMixin:
                 f"{saved}, and now is {self.kl_reference.identity}. Set the reference fields as they were, or start a "
                 "new run from this checkpoint's weights."
             )
-
-    def _klx_load_controller(self, saved: dict, checkpoint: str) -> None:
-        settings = {"name": self.args.kl_controller_name, "init_coef": self.args.kl_penalty_coef}
-        changed = {key: saved.get(key) for key, value in settings.items() if saved.get(key) != value}
-        if changed:
-            warnings.warn(
-                f"The KL controller was changed since the checkpoint {checkpoint!r} ({changed} then, {settings} now): it "
-                "starts from the config.",
-                stacklevel=2,
-            )
-            return
-        try:
-            self.kl_controller.load_state_dict(saved.get("state"))
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"Cannot resume: the controller state in {checkpoint!r} is not valid ({error})."
-            ) from error

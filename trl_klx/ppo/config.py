@@ -153,7 +153,7 @@ class KLXPPOConfig(KLXGRPOConfig):
             Former name of `max_completion_length`.
     """
 
-    _scales_rewards: ClassVar[bool] = False
+    _algorithm: ClassVar[str] = "ppo"
 
     # Defaults of PPO where they differ from GRPO's.
     learning_rate: float = field(default=3e-6, metadata={"help": "The initial learning rate for AdamW."})

@@ -12,11 +12,11 @@ from torch import nn
 from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
 from ..checkpoints.integrity import check_checkpoints
-from ..control.logps import Scored, causal_lm, narrow_tiles
+from ..control.forward_pass import causal_lm, narrow_tiles
+from ..control.placements import Batch
+from ..control.rollout import Rollout, Scored
 from ..maths.advantages import masked_moments, sequence_means, whiten_with_moments
 from ..maths.gae import clipped_value_loss, compute_gae, shape_rewards
-from ..references.peft_io import adapter_tensors, hash_tensors, trained_adapter
-from ..references.resolution import AdapterReference, KLReference, ModelReference, add_trl_lm_head, fingerprint
 from ..trainers.grpo import KLXGRPOTrainer
 from .checkpoint import PPOCheckpointMixin
 from .config import KLXPPOConfig
@@ -28,7 +28,6 @@ from .inputs import (
     train_with_optimizer,
     with_prompts,
 )
-from .metrics import PPOMetrics
 from .reward_scaling import RewardScaler
 from .stop_strings import generate_until, holds_text
 from .value_function import ValueFunction, ValueHead, ValueModel, call_without_value, freeze_bottom_layers
@@ -90,10 +89,8 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
             }"""),
     }
     _config_class = KLXPPOConfig
-    _klx_host_placements = ("loss",)
-    _ppo_scores_reference = False
-    # The micro-batch whose loss is being computed, with what was estimated of it.
-    _ppo_batch: dict | None = None
+    # PPO looks at every batch, whether or not the KL is measured.
+    _klx_active = True
 
     def __init__(
         self,
@@ -125,7 +122,6 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         if data_collator is not None:
             warnings.warn("`data_collator` is not used: the trainer pads the prompts itself.", stacklevel=2)
         check_ref_model(args, model, ref_model)
-        self._ppo_ref_model = ref_model
         reward_funcs, reward_processing_classes = collect_rewards(
             args, reward_model, reward_funcs, reward_processing_classes, processing_class, value_model
         )
@@ -141,6 +137,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
             peft_config=peft_config,
+            ref_model=ref_model,
             **kwargs,
         )
         check_prompts(self.args, self.train_dataset)
@@ -151,7 +148,6 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         if self.optimizer is not None:
             train_with_optimizer(self.optimizer, self.lr_scheduler, self.value_function.module)
         self._ppo_scaler = RewardScaler(self.args.reward_scaling, self.args.cliprange_reward)
-        self._ppo_metrics = {"train": PPOMetrics(), "eval": PPOMetrics()}
         self._ppo_stop_at(policy)
         if self.use_vllm:
             # vLLM is sent every parameter of the policy, and has no place for a value function.
@@ -177,31 +173,6 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
                 "model already. Set `layers_to_transform` of the `LoraConfig` instead."
             )
         freeze_bottom_layers(policy, self.args.num_layers_unfrozen)
-
-    def _klx_build_reference(self, policy: nn.Module) -> KLReference:
-        name = self.args.ref_adapter_name
-        if name is not None:
-            if not is_peft_model(policy) or name not in policy.peft_config:
-                known = list(policy.peft_config) if is_peft_model(policy) else []
-                raise ValueError(
-                    f"`ref_adapter_name={name!r}` is not an adapter of the policy, which has {known}. Load it into the "
-                    "policy, or give its folder as `kl_ref_adapter_path`."
-                )
-            if name == trained_adapter(policy):
-                raise ValueError(
-                    f"`ref_adapter_name={name!r}` is the adapter that is trained: the KL would always be 0. Set "
-                    "`model_adapter_name` to the one to train, or choose another reference."
-                )
-            identity = {"kind": "adapter", "path": name, "hash": hash_tensors(adapter_tensors(policy, name))}
-            return AdapterReference(policy, name, identity)
-        if self._ppo_ref_model is None:
-            return super()._klx_build_reference(policy)
-        model = self._ppo_ref_model.requires_grad_(False).eval()
-        add_trl_lm_head(causal_lm(model), self.temperature, self.args.cast_lm_head_to_fp32)
-        return ModelReference(policy, model, {"kind": "model", "hash": fingerprint(model)}, self.accelerator)
-
-    def _klx_add_reward_func(self) -> None:
-        """PPO's penalty is a reward per token, not one more reward function."""
 
     def _ppo_stop_at(self, policy: nn.Module) -> None:
         """Let a token or a text of the user's end a completion, beside EOS."""
@@ -235,35 +206,30 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
     def _klx_forward(self, model, args: tuple, kwargs: dict, check: bool = True) -> tuple[tuple, Scored]:
         if not torch.is_grad_enabled() and self.args.local_rollout_forward_batch_size is not None:
             kwargs = kwargs | {"batch_size": self.args.local_rollout_forward_batch_size}
-        if self._ppo_scores_reference:
-            return super()._klx_forward(model, args, kwargs, check)
-        tiles = narrow_tiles(self.accelerator.device)
-        with tiles, self.value_function.recording(logits_to_keep=args[2]) as values:
-            output = super()._klx_forward(model, args, kwargs, check)
-            if not values:
-                raise ValueError(
-                    "The policy was not called as a whole, so that there are no values. TRL before 1.15 does so with "
-                    "`use_liger_kernel=True`: set it to False."
-                )
-            self._ppo_values = torch.cat(values)  # (B, T)
-        return output
+        with narrow_tiles(self.accelerator.device), self.value_function.recording(logits_to_keep=args[2]) as values:
+            output, scored = super()._klx_forward(model, args, kwargs, check)
+        if not values:
+            raise ValueError(
+                "The policy was not called as a whole, so that there are no values. TRL before 1.15 does so with "
+                "`use_liger_kernel=True`: set it to False."
+            )
+        scored.values = torch.cat(values)  # (B, T)
+        return output, scored
 
-    def _klx_score_reference(self, args: tuple, kwargs: dict, logps: bool = True) -> Scored:
-        self._ppo_scores_reference = True
-        try:
-            return super()._klx_score_reference(args, kwargs, logps)
-        finally:
-            self._ppo_scores_reference = False
+    def _klx_forward_arguments(self, batch: Batch) -> tuple[tuple, dict]:
+        args, kwargs = super()._klx_forward_arguments(batch)
+        size = self.args.local_rollout_forward_batch_size
+        return args, kwargs if size is None else kwargs | {"batch_size": size}
 
     # ---- One rollout ----
 
     def _calculate_rewards(self, *args, **kwargs):
         rewards = super()._calculate_rewards(*args, **kwargs)  # of all processes
         infinite = rewards.isinf()
-        self._ppo_metrics[self._klx_mode].add_mean("infinite_rewards", infinite.sum(), infinite.new_ones(()))
+        self._klx_window[self._klx_mode].add("ppo/infinite_rewards", infinite.sum(), infinite.new_ones(()))
         # One step on an infinite reward would leave no weight finite.
-        self._ppo_rewards_per_func = rewards.masked_fill(infinite, torch.nan)
-        return self._ppo_rewards_per_func
+        self._klx_rollout.rewards = rewards.masked_fill(infinite, torch.nan)
+        return self._klx_rollout.rewards
 
     @property
     def _ppo_in_one_pass(self) -> bool:
@@ -273,42 +239,24 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         """
         return self._klx_mode == "eval" or self.args.in_one_pass
 
-    def _klx_score_batch(self, batch: dict, rollout) -> None:
+    def _klx_score_batch(self, batch: Batch, rollout: Rollout) -> None:
         if rollout.policy is None and not self._ppo_in_one_pass:
-            rollout.policy = self._klx_score_policy(*self._klx_forward_arguments(batch))
+            rollout.policy = rollout.clean = self._klx_score_policy(*self._klx_forward_arguments(batch))
         super()._klx_score_batch(batch, rollout)
-
-    def _klx_penalise(self, batch: dict, per_token_kl: torch.Tensor, mask: torch.Tensor, coef: float):
-        if self._klx_penalises == "reward":
-            batch["klx_per_token_kl"] = coef * per_token_kl
-        return super()._klx_penalise(batch, per_token_kl, mask, coef)
-
-    def _klx_apply(self, batch: dict, adjustment: torch.Tensor) -> None:
-        if batch["advantages"].dim() == 1:
-            batch["klx_adjustment"] = adjustment  # until there are advantages
-        else:
-            batch["advantages"] = batch["advantages"] + adjustment * batch["ppo_mask"]
-
-    def _generate_and_score_completions(self, inputs):
-        self._ppo_values = None
-        batch = super()._generate_and_score_completions(inputs)
-        scores, scorable = self._ppo_score(batch)
+        scores, scorable = self._ppo_score(batch, rollout.rewards)
         # TRL shuffles a batch before the loss.
         rows = torch.arange(len(scores), device=scores.device)
         batch |= {"ppo_scores": scores, "ppo_scorable": scorable, "ppo_rows": rows}
-        if self._ppo_values is None and not self._ppo_in_one_pass:
-            self._klx_score_policy(*self._klx_forward_arguments(batch))
-        if self._ppo_values is not None:
-            self._ppo_estimate(batch, self._ppo_values)
-        return batch
+        if rollout.policy is not None:
+            self._ppo_estimate(batch, rollout.policy.values)
 
     @torch.no_grad()
-    def _ppo_estimate(self, batch: dict, values: torch.Tensor) -> None:
+    def _ppo_estimate(self, batch: Batch, values: torch.Tensor) -> None:
         """Rewards, advantages and returns of a rollout."""
         mode, args = self._klx_mode, self.args
         scores, scorable, rows = batch.pop("ppo_scores"), batch.pop("ppo_scorable"), batch.pop("ppo_rows")
-        mask = self._klx_mask(batch) & scorable.unsqueeze(1)
-        penalty = batch.pop("klx_per_token_kl", torch.zeros_like(values))
+        mask = self._klx_generated(batch) & scorable.unsqueeze(1)
+        penalty = batch.pop("klx_penalty", torch.zeros_like(values))
         rewards = shape_rewards(scores, penalty, mask, 1.0)  # (B, T)
         non_score = -(penalty * mask).sum(1)
         if args.whiten_rewards:
@@ -319,10 +267,11 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         if "klx_adjustment" in batch:
             advantages = advantages + batch.pop("klx_adjustment") * mask
         batch |= {"advantages": advantages, "ppo_values": values, "ppo_returns": returns, "ppo_mask": mask}
-        metrics, count = self._ppo_metrics[mode], scorable.sum()
-        metrics.add_mean("score", (scores * scorable).sum(), count)
-        metrics.add_mean("non_score_reward", (non_score * scorable).sum(), count)
-        metrics.add_returns(values, returns, mask)
+        window, count = self._klx_window[mode], scorable.sum()
+        window.add("ppo/score", (scores * scorable).sum(), count)
+        window.add("ppo/non_score_reward", (non_score * scorable).sum(), count)
+        moments = masked_moments(returns, mask), masked_moments(returns - values, mask)
+        window.add("ppo/explained_variance", *torch.cat(moments))
         self._ppo_correct_logs(mode, sequence_means(advantages, mask).squeeze(1)[rows.argsort()])
 
     def _ppo_correct_logs(self, mode: str, advantages: torch.Tensor) -> None:
@@ -336,9 +285,8 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
                 logged.pop()
             logged.extend(means)
 
-    def _ppo_score(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """The score of each completion of this process, and whether it has one."""
-        rewards = self._ppo_rewards_per_func
+    def _ppo_score(self, batch: Batch, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The score of each completion of this process, and whether it has one, from the rewards of all processes."""
         unscorable = torch.isnan(rewards).all(dim=1)
         scores = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         scores = self._ppo_scaler(scores, ~unscorable, update=self._klx_mode == "train")
@@ -349,7 +297,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
             scores = torch.where(self._ppo_ended(batch), scores, scores - self.args.missing_eos_penalty)
         return scores, scorable
 
-    def _ppo_ended(self, batch: dict) -> torch.Tensor:
+    def _ppo_ended(self, batch: Batch) -> torch.Tensor:
         """Which completions came to an end of their own. With tools, an EOS token ends every turn: the last one counts."""
         ids, lengths = batch["completion_ids"], batch["completion_mask"].sum(1)
         last = ids.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
@@ -366,20 +314,18 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
 
     # ---- Loss ----
 
-    def _klx_measure_in_loss(self, batch: dict, policy: Scored) -> None:
-        super()._klx_measure_in_loss(batch, policy)
-        if "ppo_mask" not in batch:
-            self._ppo_estimate(batch, self._ppo_values.detach())
-        self._ppo_batch = batch
+    def _klx_before_advantages(self, inputs: Batch, policy: Scored) -> None:
+        super()._klx_before_advantages(inputs, policy)
+        if "ppo_mask" not in inputs:
+            self._ppo_estimate(inputs, policy.values.detach())
+        elif "klx_adjustment" in inputs:
+            inputs["advantages"] = inputs["advantages"] + inputs.pop("klx_adjustment") * inputs["ppo_mask"]
 
-    def _compute_loss(self, model, inputs):
-        try:
-            loss = super()._compute_loss(model, inputs)
-        finally:
-            inputs, self._ppo_batch = self._ppo_batch, None
+    def _klx_after_loss(self, loss: torch.Tensor, inputs: Batch, policy: Scored) -> torch.Tensor:
+        loss = super()._klx_after_loss(loss, inputs, policy)
         mode, mask = self._klx_mode, inputs["ppo_mask"]
         value_loss, clipped = clipped_value_loss(
-            self._ppo_values, inputs["ppo_values"], inputs["ppo_returns"], mask, self.args.cliprange_value
+            policy.values, inputs["ppo_values"], inputs["ppo_returns"], mask, self.args.cliprange_value
         )
         tokens = mask.sum()
         # Each token weighs the same, in whichever micro-batch and on whichever process it lies: the mean over this
@@ -389,23 +335,20 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         if mode == "train":
             steps = self.current_gradient_accumulation_steps
             normalizer = normalizer * steps / self.args.steps_per_generation
-        metrics = self._ppo_metrics[mode]
-        metrics.add_mean("policy_loss", loss * steps, torch.ones_like(tokens))
-        metrics.add_mean("value_loss", value_loss * tokens, tokens)
-        metrics.add_mean("value_clip_ratio", clipped * tokens, tokens)
+        window = self._klx_window[mode]
+        window.add("ppo/policy_loss", loss * steps, torch.ones_like(tokens))
+        window.add("ppo/value_loss", value_loss * tokens, tokens)
+        window.add("ppo/value_clip_ratio", clipped * tokens, tokens)
         return loss + self.args.vf_coef * value_loss * tokens / normalizer
 
     # ---- Metrics ----
 
-    def log(self, logs, start_time=None):
-        mode = self._klx_mode
-        metrics = self._ppo_metrics[mode].pop(self.accelerator)
+    def _klx_read_window(self, mode: str) -> dict[str, float]:
+        metrics = super()._klx_read_window(mode)
         # Said here, where the numbers are waited for anyway.
-        if metrics.pop("infinite_rewards", 0.0) > 0:
+        if metrics.pop("ppo/infinite_rewards", 0.0) > 0:
             warnings.warn("Infinite rewards are left out, as if the reward function had returned None.", stacklevel=2)
-        for name, value in metrics.items():
-            self._metrics[mode][f"ppo/{name}"].append(value)
-        super().log(logs, start_time)
+        return metrics
 
     def generate_completions(self, sampling: bool = False) -> None:
         """

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from ..control.logps import causal_lm
+from ..control.forward_pass import causal_lm
 from ..references.sharding import join_parts
 
 

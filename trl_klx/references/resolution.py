@@ -16,7 +16,6 @@ from torch import nn
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer import utils as trl_utils
 
-from ..trainers.config import KLXConfigMixin
 from .moving import LaggedReference, SyncedReference, Weights
 from .peft_io import (
     PLAIN_INITS,
@@ -234,7 +233,7 @@ class ModelReference(KLReference):
         return dict(self._unwrap(self.policy).named_parameters())
 
 
-def resolve_reference(args: KLXConfigMixin, policy: nn.Module, accelerator: Accelerator) -> KLReference:
+def resolve_reference(args, policy, accelerator, ref_model=None, temperature=1.0) -> KLReference:
     """
     Build the reference that the config asks for.
 
@@ -246,6 +245,25 @@ def resolve_reference(args: KLXConfigMixin, policy: nn.Module, accelerator: Acce
         accelerator ([`~accelerate.Accelerator`]):
             Accelerator of the trainer.
     """
+    name = getattr(args, "ref_adapter_name", None)
+    if name is not None:
+        if not is_peft_model(policy) or name not in policy.peft_config:
+            known = list(policy.peft_config) if is_peft_model(policy) else []
+            raise ValueError(
+                f"`ref_adapter_name={name!r}` is not an adapter of the policy, which has {known}. Load it into the "
+                "policy, or give its folder as `kl_ref_adapter_path`."
+            )
+        if name == trained_adapter(policy):
+            raise ValueError(
+                f"`ref_adapter_name={name!r}` is the adapter that is trained: the KL would always be 0. Set "
+                "`model_adapter_name` to the one to train, or choose another reference."
+            )
+        identity = {"kind": "adapter", "path": name, "hash": hash_tensors(adapter_tensors(policy, name))}
+        return AdapterReference(policy, name, identity)
+    if ref_model is not None:
+        model = ref_model.requires_grad_(False).eval()
+        add_trl_lm_head(model, temperature, args.cast_lm_head_to_fp32)
+        return ModelReference(policy, model, {"kind": "model", "hash": fingerprint(model)}, accelerator)
     if args.kl_ref_lag is not None:
         kind, mover = "lag", LaggedReference(args.kl_ref_lag, args.output_dir)
     elif args.kl_ref_sync_steps is not None:
@@ -296,7 +314,7 @@ def resolve_reference(args: KLXConfigMixin, policy: nn.Module, accelerator: Acce
     return ModelReference(policy, model, identity, accelerator)
 
 
-def _check_engine(args: KLXConfigMixin, accelerator: Accelerator, policy: nn.Module, moving: bool) -> None:
+def _check_engine(args, accelerator: Accelerator, policy: nn.Module, moving: bool) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or plugin.fsdp_version != 1:
         return

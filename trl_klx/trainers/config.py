@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig, RLOOConfig
 
+from ..control.placements import Placement, get_placement, list_placements
 from ..controllers.registry import get_kl_controller, get_kl_controller_class, list_kl_controllers
 from ..controllers.rules import KLController
 from ..maths.estimators import KL_ESTIMATORS, KL_UNITS
 
 
-KL_PLACEMENTS = ("advantage", "reward", "loss")
+KL_PLACEMENTS = ("advantage", "reward", "loss")  # ours; [`register_placement`] adds to them
 KL_CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
 KL_STATISTICS = ("k3", "full")
 
@@ -24,6 +25,7 @@ REFERENCE_FIELDS = ("kl_penalty_reference_step", "kl_ref_adapter_path", "kl_ref_
 # The fields that still mean something when the KL is only measured.
 MONITOR_FIELDS = {
     *REFERENCE_FIELDS,
+    "kl_ignore_tokens",
     "kl_ref_mixup_alpha",
     "kl_statistic",
     "kl_target",
@@ -67,11 +69,16 @@ _VALUES = {
     "kl_ref_lag": (*_number(">= 1", 1, kind=int), "Leave it unset for a fixed reference."),
     "kl_ref_sync_steps": (*_number(">= 1", 1, kind=int), "Leave it unset for a fixed reference."),
     "kl_ref_mixup_alpha": (*_number("in (0, 1]", 0.0, 1.0, above=True), "Leave it unset to copy at each refresh."),
-    "kl_placement": _one_of(KL_PLACEMENTS),
     "kl_estimator": _one_of(KL_ESTIMATORS),
     "kl_centering": _one_of(KL_CENTERINGS),
     "kl_discount": (*_number("in [0, 1]", 0.0, 1.0), "Set it to 0.0 so that each token pays for its own KL."),
     "kl_statistic": _one_of(KL_STATISTICS),
+    "kl_ignore_tokens": (
+        lambda value: isinstance(value, list) and value and all(type(token) in (int, str) for token in value),
+        "a list of token ids or strings",
+        'Write it as ["eos"], or leave it unset so that every token counts.',
+    ),
+    "kl_update_target": (*_number("> 0 (nats)", 0.0, above=True), "Leave it unset to make every pass."),
     "kl_target": (*_number("> 0 (nats)", 0.0, above=True), "Leave it unset for a fixed coefficient."),
     "kl_target_unit": _one_of(KL_UNITS),
     "kl_horizon": (*_number("> 0 (completions)", 0, above=True), "The default is 10000; shorter adapts faster."),
@@ -85,13 +92,6 @@ _VALUES = {
     "kl_monitor": (lambda value: isinstance(value, bool), "True or False", "Set it to True to measure the KL."),
     "kl_warn_window": (*_number(">= 0", 0, kind=int), "Set it to 0 to switch the drift diagnostics off."),
 }
-
-
-def _placement_defaults(placement: str) -> dict[str, str]:
-    return {
-        "kl_estimator": "k3" if placement == "loss" else "k1",
-        "kl_centering": "batch" if placement == "advantage" else "none",
-    }
 
 
 def _kl_field(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -124,8 +124,8 @@ class KLXConfigMixin:
             Where the penalty acts: `"advantage"` (zero-mean adjustment of per-token advantages), `"reward"` (the
             KL is subtracted from the reward: a sequence's, or in PPO each token's) or `"loss"` (a KL term in the loss).
         kl_estimator (`str`, *optional*):
-            Per-token estimator that is penalised: `"k1"`, `"k2"`, `"k3"`, `"abs"`, `"full"`, `"trlx"` or
-            `"importance"`. If unset, `"k1"`, and `"k3"` with `kl_placement="loss"`, which knows no other.
+            Per-token estimator that is penalised: `"k1"` or `"importance"`, and with `kl_placement="loss"` `"k3"`, `"k2"`
+            or `"full"`. If unset, the first of them.
         kl_centering (`str`, *optional*):
             With `kl_placement="advantage"`: the set of tokens over which the adjustment has zero mean: `"batch"` (the
             whole generation batch on all processes), `"microbatch"`, `"group"`, `"sequence"` or `"none"`. If unset,
@@ -136,6 +136,12 @@ class KLXConfigMixin:
         kl_statistic (`str`, *optional*):
             Estimator of the KL that is logged and that drives the controller: `"k3"`, or `"full"`, which is exact for
             each visited state and so less noisy. If unset, `"k3"`, and `"full"` with `kl_estimator="full"`.
+        kl_ignore_tokens (`list`, *optional*):
+            Tokens whose KL neither counts nor pays: ids, single tokens as strings, or `"eos"` for every token that ends a
+            completion.
+        kl_update_target (`float`, *optional*):
+            With several optimizer steps per rollout: skip the rest of them once the policy has moved this far, in nats,
+            from where it was when the rollout was sampled.
         kl_controller (`str`, *optional*):
             Name of the controller in the registry. If unset, `"adaptive"` when `kl_target` is set, else `"fixed"`.
         kl_target (`float`, *optional*):
@@ -155,6 +161,9 @@ class KLXConfigMixin:
         kl_warn_window (`int`, *optional*, defaults to `100`):
             Number of generation batches over which the drift diagnostics average the KL. `0` switches them off.
     """
+
+    # Whose placements `kl_placement` chooses from.
+    _algorithm: ClassVar[str]
 
     kl_penalty_coef: float = _kl_field(
         0.0, "Strength of the KL penalty and starting value of the controller. 0.0 switches it off."
@@ -184,8 +193,8 @@ class KLXConfigMixin:
     )
     kl_estimator: str | None = _kl_field(
         None,
-        "Per-token estimator that is penalised. If unset, 'k1', and 'k3' with `kl_placement='loss'`, which knows no "
-        "other.",
+        "Per-token estimator that is penalised: 'k1' or 'importance', and with `kl_placement='loss'` 'k3', 'k2' or "
+        "'full'. If unset, the first of them.",
         KL_ESTIMATORS,
     )
     kl_centering: str | None = _kl_field(
@@ -204,6 +213,16 @@ class KLXConfigMixin:
         "Estimator of the KL that is logged and that drives the controller: 'k3', or 'full', which is exact for each "
         "visited state and so less noisy. If unset, 'k3', and 'full' with `kl_estimator='full'`.",
         KL_STATISTICS,
+    )
+    kl_ignore_tokens: list[int | str] | None = _kl_field(
+        None,
+        "Tokens whose KL neither counts nor pays: ids, single tokens as strings, or 'eos' for every token that ends a "
+        "completion.",
+    )
+    kl_update_target: float | None = _kl_field(
+        None,
+        "With several optimizer steps per rollout: skip the rest of them once the policy has moved this far, in nats, "
+        "from where it was when the rollout was sampled.",
     )
     kl_controller: str | None = _kl_field(
         None,
@@ -256,6 +275,11 @@ class KLXConfigMixin:
             return self.kl_controller
         return "adaptive" if self.kl_target is not None and self.kl_penalty_enabled else "fixed"
 
+    @property
+    def placement_class(self) -> type[Placement]:
+        """The class behind `kl_placement`."""
+        return get_placement(self._algorithm, self.kl_placement)
+
     def build_kl_controller(self) -> KLController:
         """Build the controller these fields describe."""
         return get_kl_controller(
@@ -268,8 +292,15 @@ class KLXConfigMixin:
             **(self.kl_controller_kwargs or {}),
         )
 
+    def _placement_defaults(self) -> dict[str, str]:
+        placement = self.placement_class
+        return {
+            "kl_estimator": placement.estimators[0],
+            "kl_centering": "batch" if placement.centers else "none",
+        }
+
     def _resolve_kl_defaults(self):
-        for name, default in _placement_defaults(self.kl_placement).items():
+        for name, default in self._placement_defaults().items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
         if self.kl_statistic is None:
@@ -288,6 +319,9 @@ class KLXConfigMixin:
             value = getattr(self, name)
             if not is_sound(value) and not (value is None and defaults[name] is None):
                 raise ValueError(f"`{name}` must be {sound}, got {value!r}. {remedy}")
+        is_sound, sound, remedy = _one_of(list_placements(self._algorithm))
+        if not is_sound(self.kl_placement):
+            raise ValueError(f"`kl_placement` must be {sound}, got {self.kl_placement!r}. {remedy}")
         if self.kl_coef_min > self.kl_coef_max:
             raise ValueError(
                 f"`kl_coef_min` ({self.kl_coef_min!r}) must not exceed `kl_coef_max` ({self.kl_coef_max!r}). Swap them "
@@ -324,7 +358,15 @@ class KLXConfigMixin:
                 "checkpoint of the earlier run, which is the reference, might be taken for the best one, or deleted. Unset "
                 "them, or set `save_total_limit=2`."
             )
-        if self.kl_placement != "advantage":
+        self._validate_kl_placement()
+        self._validate_update_target()
+        if self.kl_enabled:
+            self._warn_of_truncated_sampling()
+        self._validate_kl_controller()
+
+    def _validate_kl_placement(self):
+        placement = self.placement_class
+        if not placement.centers:
             if self.kl_centering != "none":
                 raise ValueError(
                     f"`kl_centering={self.kl_centering!r}` has no effect with `kl_placement={self.kl_placement!r}`: "
@@ -335,19 +377,45 @@ class KLXConfigMixin:
                     f"`kl_discount={self.kl_discount!r}` has no effect with `kl_placement={self.kl_placement!r}`. Set "
                     "it to 0.0, or set `kl_placement='advantage'`."
                 )
-        if self.kl_placement == "loss" and self.kl_estimator != "k3":
+        if self.kl_estimator not in placement.estimators and self.kl_penalty_enabled:
+            known = ", ".join(repr(name) for name in placement.estimators)
             raise ValueError(
-                f"`kl_estimator={self.kl_estimator!r}` cannot be used with `kl_placement='loss'`, whose term is TRL's "
-                "own and uses 'k3'. Unset `kl_estimator`, or choose another `kl_placement`."
+                f"`kl_estimator={self.kl_estimator!r}` cannot be used with `kl_placement={self.kl_placement!r}`: "
+                f"{placement.why_not(self.kl_estimator)}. Use one of {known}, or another `kl_placement`; to measure the exact KL, set "
+                "`kl_statistic='full'`."
             )
-        if self.kl_penalty_enabled and self.kl_estimator == "full":
+        if self.kl_penalty_enabled:
+            placement.check(self)
+
+    def _validate_update_target(self):
+        if self.kl_update_target is None:
+            return
+        steps = self.steps_per_generation * self.num_iterations / self.gradient_accumulation_steps
+        if steps <= 1:
+            raise ValueError(
+                f"`kl_update_target={self.kl_update_target!r}` has no effect with one optimizer step per rollout: there is "
+                "no further step to skip. Set `num_iterations` (`num_ppo_epochs` in PPO) above 1, or unset it."
+            )
+        if self.fp16 or self.deepspeed:
+            raise ValueError(
+                f"`kl_update_target={self.kl_update_target!r}` cannot be used with "
+                f"{'`fp16`' if self.fp16 else 'DeepSpeed'}, whose optimizer cannot skip a step. Unset it, or use "
+                f"{'`bf16`' if self.fp16 else 'FSDP2'}."
+            )
+
+    def _warn_of_truncated_sampling(self):
+        sampling = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p} | (self.generation_kwargs or {})
+        cut = {name: sampling[name] for name in ("top_k", "top_p", "min_p")}
+        unset = {"top_k": (0, None), "top_p": (1.0, None), "min_p": (0.0, None)}
+        given = [f"`{name}={value!r}`" for name, value in cut.items() if value not in unset[name]]
+        if given:
             warnings.warn(
-                "`kl_estimator='full'` is the exact KL of each visited state, whatever token is sampled there, so that a "
-                "policy gradient cannot see a token's own share of it: as a penalty it restrains far less than 'k1'. It "
-                "is best at measuring: set `kl_statistic='full'`, and `kl_estimator='k1'` to penalise.",
-                stacklevel=4,
+                f"{' and '.join(given)} cut unlikely tokens from what is sampled, but not from the distributions whose KL "
+                "is measured: on such samples the sampled KL is too low, may be negative with 'k1', and tokens that are "
+                "never sampled are not held. `kl_statistic='full'` measures the whole distributions on the states that are "
+                "visited.",
+                stacklevel=5,
             )
-        self._validate_kl_controller()
 
     def _refuse_inert_fields(self):
         """Refuse every field that was set but that nothing would read."""
@@ -355,8 +423,8 @@ class KLXConfigMixin:
             return
         ours = {f.name for f in fields(KLXConfigMixin)}
         defaults = {f.name: f.default for f in fields(self) if f.name in ours}
-        defaults |= _placement_defaults(self.kl_placement) | {"kl_statistic": "k3"}  # these were filled in, not set
-        readable = {"kl_monitor", "kl_penalty_coef"}
+        defaults |= self._placement_defaults() | {"kl_statistic": "k3"}  # these were filled in, not set
+        readable = {"kl_monitor", "kl_penalty_coef", "kl_update_target"}
         if self.kl_monitor:
             readable |= MONITOR_FIELDS
             # The estimator is read where it decides the statistic.
@@ -431,32 +499,7 @@ class KLXGRPOConfig(KLXConfigMixin, GRPOConfig):
     [`~trl.GRPOConfig`] with the KL-control fields of [`KLXConfigMixin`].
     """
 
-    # Whether rewards are divided by `scale_rewards`.
-    _scales_rewards: ClassVar[bool] = True
-
-    def _validate_kl_combinations(self):
-        super()._validate_kl_combinations()
-        if not self.kl_penalty_enabled:
-            return
-        if self.kl_centering == "sequence" and self.importance_sampling_level == "sequence":
-            raise ValueError(
-                "`kl_centering='sequence'` has no effect with `importance_sampling_level='sequence'`: all tokens of a "
-                "sequence then have one ratio, and an adjustment that sums to zero over them moves nothing. Set "
-                "`kl_centering='batch'`."
-            )
-        if self.kl_placement == "reward" and self.multi_objective_aggregation == "normalize_then_sum":
-            raise ValueError(
-                "`kl_placement='reward'` cannot be used with `multi_objective_aggregation='normalize_then_sum'`, which "
-                "would divide the penalty by its own standard deviation, so that `kl_penalty_coef` had no effect. Set "
-                "`multi_objective_aggregation='sum_then_normalize'`, or `kl_placement='advantage'`."
-            )
-        if self.kl_placement == "reward" and self.scale_rewards == "group" and self._scales_rewards:
-            warnings.warn(
-                "`kl_placement='reward'` with `scale_rewards='group'`: each group is divided by the standard deviation of "
-                "rewards and penalties together, so that in a group whose rewards are equal the coefficient has no effect. "
-                "Set `scale_rewards='none'` or 'batch', or `kl_placement='advantage'`.",
-                stacklevel=4,
-            )
+    _algorithm: ClassVar[str] = "grpo"
 
 
 @dataclass
@@ -465,6 +508,8 @@ class KLXRLOOConfig(KLXConfigMixin, RLOOConfig):
     [`~trl.RLOOConfig`] with the KL-control fields of [`KLXConfigMixin`]. TRL penalises the KL in RLOO by default; with
     `kl_penalty_coef > 0` a `beta` that was not given is 0, so that the KL is penalised once.
     """
+
+    _algorithm: ClassVar[str] = "rloo"
 
     beta: float | None = field(
         default=None,

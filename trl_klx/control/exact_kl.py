@@ -1,0 +1,86 @@
+"""The LM head as a function of hidden states, for the exact KL over the whole vocabulary."""
+
+from collections.abc import Callable
+
+import torch
+from accelerate.utils import reduce
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.nn import functional
+
+from ..references.sharding import is_sharded, join_parts
+from .forward_pass import causal_lm
+from .rollout import Scored
+
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+def lm_head(model: nn.Module, temperature: float) -> Head:
+    """
+    The map from hidden states to fp32 logits at the sampling temperature. It keeps the weights that the head has now,
+    because an adapter may bring its own head, which is there only while the adapter is active. Gradients reach the head's
+    weights unless they are sharded.
+    """
+    model = causal_lm(model)
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer):
+        raise ValueError(
+            "The 'full' KL cannot be used with an adapter on the LM head, which changes logits beyond its weights. Take "
+            "the LM head out of `target_modules`, or use 'k3' (`kl_estimator`, `kl_statistic`)."
+        )
+    weight, bias = join_parts(head.weight), getattr(head, "bias", None)
+    bias = None if bias is None else join_parts(bias)
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def project(hidden: torch.Tensor) -> torch.Tensor:
+        logits = functional.linear(hidden.to(weight.dtype), weight, bias).float()
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits / temperature
+
+    return project
+
+
+def check_trains_through_head(model: nn.Module) -> None:
+    """Refuse an exact KL in the loss where no gradient would reach the LM head that is trained."""
+    weight = causal_lm(model).get_output_embeddings().weight
+    if weight.requires_grad and is_sharded(weight):
+        raise ValueError(
+            "`kl_estimator='full'` cannot be used with `kl_placement='loss'` while FSDP2 or ZeRO-3 shards an LM head that "
+            "is trained: the term would put no gradient on it. Use 'k3', or train an adapter."
+        )
+
+
+def _on_any_process(model: nn.Module, count: int) -> int:
+    """The sum of `count` over the processes that share the model's weights."""
+    weight = causal_lm(model).get_output_embeddings().weight
+    if not is_sharded(weight):
+        return count
+    return int(reduce(torch.tensor(float(count), device=weight.device), reduction="sum"))
+
+
+def check_lm_head(
+    model: nn.Module, temperature: float, scored: Scored, tokens: torch.Tensor, mask: torch.Tensor
+) -> bool:
+    """
+    Compare the log-probs that [`lm_head`] gives for one completion with those of the trainer. Some architectures scale
+    their logits; one that is not known here must not be measured wrongly. Returns whether there was anything to compare.
+    """
+    assert scored.hidden is not None and scored.logps is not None
+    # First what every process must take part in where the head is sharded.
+    project = lm_head(model, temperature)
+    rows = mask.bool().any(dim=1).nonzero().flatten()[:1]
+    found = bool(_on_any_process(model, len(rows)))
+    if not len(rows):
+        return found
+    logps = torch.log_softmax(project(scored.hidden[rows]), dim=-1)
+    logps = logps.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)  # (1, T)
+    error = (logps - scored.logps[rows]).abs()[mask[rows].bool()].median().item()
+    if error > 0.05:
+        raise ValueError(
+            f"The 'full' KL cannot be used with {type(causal_lm(model)).__name__}: the logits rebuilt from its hidden "
+            f"states are off by {error:.3g} nats. Use 'k3' (`kl_estimator`, `kl_statistic`)."
+        )
+    return True

@@ -1,0 +1,122 @@
+"""How TRL's forward passes are made: with which LM head, with or without dropout, with the hidden states kept."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from trl.trainer import utils as trl_utils
+
+
+# TRL's names for what projects hidden states to log-probs, and for how many words of the vocabulary it does at a time.
+_PROJECTION, _TILE_WIDTH = "_ChunkedLogProbFunction", "_CHUNKED_LOGPROB_CHUNK_SIZE"
+# What the projection returns after the log-probs, where its last argument asks for it.
+_OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def _can_skip_lm_head() -> bool:
+    """Whether this TRL projects by that name, and as [`_NoProjection`] expects."""
+    if not hasattr(trl_utils, "add_fused_lm_head") or not hasattr(trl_utils, _PROJECTION):
+        return False
+    *_, last = inspect.signature(getattr(trl_utils, _PROJECTION).forward).parameters.values()
+    return last.name == "outputs" and last.default == _OPTIONAL_OUTPUTS
+
+
+CAN_SKIP_LM_HEAD = _can_skip_lm_head()
+
+
+def causal_lm(model: nn.Module) -> nn.Module:
+    """The model without PEFT's wrapper, whose layers are inside it."""
+    base: nn.Module = model.get_base_model() if is_peft_model(model) else model
+    return base
+
+
+@contextmanager
+def captured_hidden(model: nn.Module, logits_to_keep: int) -> Iterator[list[torch.Tensor]]:
+    """Collect the last hidden states at the positions that predict the last `logits_to_keep` tokens."""
+    captured: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+        captured.append(hidden[:, -logits_to_keep - 1 : -1])
+
+    backbone = causal_lm(model).base_model
+    assert isinstance(backbone, nn.Module)
+    handle = backbone.register_forward_hook(keep)
+    try:
+        yield captured
+    finally:
+        handle.remove()
+
+
+# ---- Dropout ----
+
+
+def _is_dropout_rate(name: str, value: object) -> bool:
+    return "drop" in name and isinstance(value, float) and value > 0.0
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """
+    Whether a forward pass in training mode draws random numbers. Some layers call the function and keep the rate as an
+    attribute, so attributes of that name count as well as dropout modules.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0.0:
+            return True
+        if any(_is_dropout_rate(name, value) for name, value in vars(module).items()):
+            return True
+    return False
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode, and each of its modules back into the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+# ---- TRL's LM head ----
+
+
+@contextmanager
+def _trl_with(name: str, value: object) -> Iterator[None]:
+    """Replace one of TRL's module-level names, if it has it."""
+    kept = getattr(trl_utils, name, None)
+    if kept is not None:
+        setattr(trl_utils, name, value)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            setattr(trl_utils, name, kept)
+
+
+def narrow_tiles(device: torch.device) -> AbstractContextManager[None]:
+    """
+    Let TRL's LM head work on narrower tiles of logits. TRL's tiles, of up to 4096 tokens and 32768 words, suit its kernel
+    for GPUs. On a CPU, half a dozen tensors of that size are most of the memory of a step, and fit no cache.
+    """
+    return _trl_with(_TILE_WIDTH, 512) if device.type == "cpu" else nullcontext()
+
+
+class _NoProjection:
+    """Takes the place of TRL's projection and returns zeros."""
+
+    @staticmethod
+    def apply(hidden: torch.Tensor, *args: Any) -> tuple[torch.Tensor | None, ...]:
+        zeros = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        return zeros, *(zeros if name in args[-1] else None for name in _OPTIONAL_OUTPUTS)
+
+
+def no_lm_head() -> AbstractContextManager[None]:
+    """Stop TRL's forward passes at the last hidden states. The log-probs that they return mean nothing."""
+    return _trl_with(_PROJECTION, _NoProjection)

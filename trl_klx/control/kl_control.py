@@ -1,0 +1,249 @@
+"""KL control of one run: which KL is measured, what it says, and how the coefficient follows."""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+
+from ..controllers.drift import DriftMonitor
+from ..controllers.rules import KLController
+from ..maths.estimators import estimate_full_kl, estimate_kl, full_kl_and_logps, kl_totals
+from ..references.resolution import KLReference
+from .exact_kl import Head
+from .rollout import Rollout, Scored, TokenKL
+
+
+logger = get_logger(__name__)
+
+
+class KLControl:
+    """
+    Owns the controller, the reference, the statistic and the drift diagnostics of a run, and their state. It needs no
+    trainer:
+
+    ```python
+    rollout = control.begin()                                 # the coefficient of this batch
+    kl = control.measure(policy, reference)                   # two forward passes in, the KL of each token out
+    control.add(rollout, kl, mask)                            # once per micro-batch
+    metrics = control.finish(rollout, reduce, train=True)     # updates the coefficient
+    ```
+
+    Args:
+        controller ([`KLController`]):
+            Maps the measured KL to the next coefficient.
+        reference ([`KLReference`]):
+            The frozen policy that the KL is measured against.
+        estimator (`str`, *optional*, defaults to `"k1"`):
+            Estimator that is penalised.
+        statistic (`str`, *optional*, defaults to `"k3"`):
+            Estimator that is logged and that drives the controller.
+        unit (`str`, *optional*, defaults to `"sequence"`):
+            Unit of the target and of the statistic: `"sequence"` or `"token"`.
+        target (`float`, *optional*):
+            KL to hold, in nats.
+        drift ([`DriftMonitor`], *optional*):
+            Drift diagnostics.
+        penalises (`bool`, *optional*, defaults to `True`):
+            Whether the coefficient is applied. If `False`, the KL is only measured.
+        name (`str`, *optional*, defaults to `"fixed"`):
+            Name of the controller in the registry, kept in the state.
+        ignored (`tuple[int, ...]`, *optional*, defaults to `()`):
+            Tokens whose KL neither counts nor pays.
+    """
+
+    def __init__(
+        self,
+        controller: KLController,
+        reference: KLReference,
+        *,
+        estimator: str = "k1",
+        statistic: str = "k3",
+        unit: str = "sequence",
+        target: float | None = None,
+        drift: DriftMonitor | None = None,
+        penalises: bool = True,
+        name: str = "fixed",
+        ignored: tuple[int, ...] = (),
+    ):
+        self.controller = controller
+        self.reference = reference
+        self.estimator = estimator
+        self.statistic = statistic
+        self.unit = unit
+        self.target = target
+        self.drift = drift
+        self.penalises = penalises
+        self.name = name
+        self.ignored = ignored
+
+    # ---- One generation batch ----
+
+    def begin(self) -> Rollout:
+        """Begin a generation batch, with the coefficient that applies to all of it."""
+        return Rollout(coef=self.controller.value)
+
+    def mask(self, mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """
+        The tokens whose KL counts.
+
+        Args:
+            mask (`torch.Tensor` of shape `(B, T)`):
+                Boolean mask of the tokens that the policy generated.
+            tokens (`torch.Tensor` of shape `(B, T)`):
+                Their ids.
+        """
+        if not self.ignored:
+            return mask
+        return mask & ~torch.isin(tokens, torch.tensor(self.ignored, device=tokens.device))
+
+    @torch.no_grad()
+    def measure(
+        self,
+        policy: Scored,
+        reference: Scored,
+        heads: tuple[Head, Head] | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> TokenKL:
+        """
+        The KL of each token from the passes of policy and reference.
+
+        Args:
+            policy ([`Scored`]):
+                Pass of the policy, without dropout.
+            reference ([`Scored`]):
+                Pass of the reference.
+            heads (`tuple`, *optional*):
+                LM heads of policy and reference, for the exact KL.
+            tokens (`torch.Tensor` of shape `(B, T)`, *optional*):
+                Sampled tokens, needed where the reference's pass has no log-probs.
+        """
+        policy_logps, reference_logps, full = policy.logps, reference.logps, None
+        if heads is not None:
+            assert policy.hidden is not None and reference.hidden is not None
+            if reference_logps is None:
+                # Both from the same pass, so that rounding does the same to each.
+                full, policy_logps, reference_logps = full_kl_and_logps(
+                    policy.hidden, reference.hidden, *heads, tokens
+                )
+            else:
+                full = estimate_full_kl(policy.hidden, reference.hidden, *heads)
+        assert policy_logps is not None and reference_logps is not None
+
+        @functools.cache
+        def by(kind: str) -> torch.Tensor:
+            if kind == "full":
+                assert full is not None
+                return full
+            return estimate_kl(policy_logps, reference_logps, kind)
+
+        return TokenKL(by(self.estimator), by(self.statistic), by("k1"))
+
+    @torch.no_grad()
+    def add(self, rollout: Rollout, kl: TokenKL, mask: torch.Tensor, adjustment: torch.Tensor | None = None) -> None:
+        """
+        Add a measured batch, or micro-batch, to the sums of a rollout.
+
+        Args:
+            rollout ([`Rollout`]):
+                The generation batch.
+            kl ([`TokenKL`]):
+                KL of each token.
+            mask (`torch.Tensor` of shape `(B, T)`):
+                Tokens whose KL counts.
+            adjustment (`torch.Tensor` of shape `(B, T)`, *optional*):
+                What the penalty adds to the advantages.
+        """
+        rollout.sums.add("kl", *kl_totals(kl.statistic, mask))  # sum, tokens, completions with tokens
+        rollout.sums.add("k1", kl_totals(kl.k1, mask)[0])
+        rollout.sums.add("completions", torch.tensor(float(mask.size(0)), device=mask.device))
+        if adjustment is not None:
+            rollout.sums.add("adjustment", adjustment.abs().sum())
+
+    def finish(
+        self, rollout: Rollout, reduce: Callable[[torch.Tensor], torch.Tensor], train: bool
+    ) -> dict[str, float]:
+        """
+        Close a generation batch: take its sums over all processes and, in training, update coefficient and drift. This is
+        the one wait for the device per generation batch.
+
+        Args:
+            rollout ([`Rollout`]):
+                The generation batch.
+            reduce (`Callable`):
+                Sums a tensor over all processes.
+            train (`bool`):
+                Whether the batch is one of training.
+
+        Returns:
+            `dict[str, float]`: The metrics, without their prefix; empty if every completion is masked.
+        """
+        sums = rollout.sums.pop(reduce)
+        kl_sum, tokens, sequences = sums["kl"]
+        if tokens == 0:
+            logger.warning("Every completion of the batch is masked: there is no KL to measure.")
+            return {}
+        per = sequences if self.unit == "sequence" else tokens
+        kl = kl_sum / per
+        metrics = {"kl": kl, "kl_k1": sums["k1"][0] / per, "kl_per_token": kl_sum / tokens, "coef": rollout.coef}
+        if self.target is not None:
+            metrics |= {"target": self.target, "error": kl / self.target - 1.0}
+        if self.penalises:
+            metrics["saturated"] = float(self.controller.saturated)
+        if "adjustment" in sums:
+            metrics["adjustment_abs_mean"] = sums["adjustment"][0] / tokens
+        if train:
+            if self.penalises:
+                self.controller.update(kl, int(sums["completions"][0]))
+            warning = None if self.drift is None else self.drift.update(kl)
+            if warning is not None:
+                logger.warning(warning)
+        return metrics
+
+    # ---- State ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain JSON values."""
+        return {
+            "controller": {
+                "name": self.name,
+                "init_coef": self.controller.init_coef,
+                "state": self.controller.state_dict(),
+            },
+            "drift": None if self.drift is None else self.drift.state_dict(),
+            "reference": self.reference.identity,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
+        """
+        Restore controller and drift. The reference is not loaded, but must be the one of the state.
+
+        Args:
+            state (`Mapping[str, Any]`):
+                What [`~KLControl.state_dict`] returned.
+            source (`str`):
+                Where it comes from, for messages.
+        """
+        self._load_controller(state["controller"], source)
+        if self.drift is not None and state.get("drift") is not None:
+            try:
+                self.drift.load_state_dict(state["drift"])
+            except ValueError as error:
+                raise ValueError(f"Cannot resume: the drift window in {source!r} is not valid ({error})") from error
+
+    def _load_controller(self, saved: Mapping[str, Any], source: str) -> None:
+        settings = {"name": self.name, "init_coef": self.controller.init_coef}
+        changed = {key: saved.get(key) for key, value in settings.items() if saved.get(key) != value}
+        if changed:
+            warnings.warn(
+                f"The KL controller was changed since the checkpoint {source!r} ({changed} then, {settings} now): it "
+                "starts from the config.",
+                stacklevel=4,
+            )
+            return
+        try:
+            self.controller.load_state_dict(saved.get("state"))  # type: ignore[arg-type]
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"Cannot resume: the controller state in {source!r} is not valid ({error}).") from error

@@ -1,0 +1,102 @@
+"""
+What is known of one generation batch, and where it is kept.
+
+A [`Rollout`] lives from the generation of a batch to the update of the controller. What belongs to single completions must
+follow them through TRL's shuffling and splitting, so it travels in TRL's batch, under these keys:
+
+| key | shape | what |
+|---|---|---|
+| `klx_ref_logps` | `(B, T)` | log-probs of the reference, for the loss |
+| `klx_ref_hidden` | `(B, T, H)` | hidden states of the reference, for the exact KL in the loss |
+| `klx_old_logps` | `(B, T)` | RLOO: log-probs of the policy that sampled; TRL keeps only their sum |
+| `klx_measured` | `(B, T, 3)` | the measured [`TokenKL`], until a micro-batch can be centered |
+| `klx_group` | `(B,)` | number of the completion's group |
+| `klx_adjustment` | `(B, T)` | what the penalty adds to the advantages, where it is not added there |
+| `klx_penalty` | `(B, T)` | PPO: coefficient times KL, until rewards are shaped |
+| `klx_row` | `(B,)` | row in the table of completions |
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .metrics import Sums
+
+
+@dataclass
+class Scored:
+    """
+    What one forward pass says about the completion tokens.
+
+    Attributes:
+        logps (`torch.Tensor` of shape `(B, T)` or `None`):
+            Log-probs of the tokens, in fp32; `None` if the pass ended before the LM head.
+        hidden (`torch.Tensor` of shape `(B, T, H)` or `None`):
+            Hidden states that predict the tokens, kept only for the exact KL.
+        values (`torch.Tensor` of shape `(B, T)` or `None`):
+            Value before each token, from PPO's value function.
+    """
+
+    logps: torch.Tensor | None
+    hidden: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+    def detach(self) -> "Scored":
+        logps, hidden, values = (None if t is None else t.detach() for t in (self.logps, self.hidden, self.values))
+        return Scored(None if logps is None else logps.float(), hidden, values)
+
+
+class TokenKL(NamedTuple):
+    """
+    The KL of each token, `(B, T)`, three ways: by the estimator that is penalised, by that of the statistic, and by `k1`.
+    """
+
+    penalised: torch.Tensor
+    statistic: torch.Tensor
+    k1: torch.Tensor
+
+
+@dataclass
+class Rollout:
+    """
+    One generation batch on this process.
+
+    Attributes:
+        coef (`float`):
+            Coefficient applied to the whole batch: the one before this batch's update.
+        sums ([`Sums`]):
+            What was measured so far.
+        deferred (`bool`):
+            Whether the KL is measured in the loss, micro-batch by micro-batch.
+        pending (`int`):
+            Micro-batches whose KL is still to be measured.
+        policy ([`Scored`], *optional*):
+            TRL's own pass over the policy at generation, if it made one.
+        clean ([`Scored`], *optional*):
+            A pass over the policy without dropout: `policy` itself where the policy has no dropout.
+        reference ([`Scored`], *optional*):
+            The pass over the reference.
+        tool_masks (`list[list[int]]`, *optional*):
+            Which tokens of each completion the policy wrote itself, before TRL has padded them.
+        penalties (`torch.Tensor` of shape `(B,)`, *optional*):
+            Penalty of each completion, for a reward function.
+        rewards (`torch.Tensor` of shape `(N, F)`, *optional*):
+            PPO: the rewards of all processes, by reward function.
+    """
+
+    coef: float = 0.0
+    sums: Sums = field(default_factory=Sums)
+    deferred: bool = False
+    pending: int = 0
+    policy: Scored | None = None
+    clean: Scored | None = None
+    reference: Scored | None = None
+    tool_masks: list[list[int]] | None = None
+    penalties: torch.Tensor | None = None
+    rewards: torch.Tensor | None = None
+
+    def forget_passes(self) -> None:
+        """Let go of the tensors of the forward passes: what the loss needs is in TRL's batch by now."""
+        self.policy = self.clean = self.reference = None
+        self.tool_masks = self.penalties = self.rewards = None
