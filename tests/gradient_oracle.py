@@ -192,7 +192,12 @@ class Exact:
         self.logps = self._table(self.weight)
         self.old = self._table(rollout)
         self.ref = self._table(build_policy(REFERENCE).lm_head.weight.detach().double())
-        self.paths = [list(zip([PROMPT, *ids[:-1]], ids, strict=True)) for ids in completions()]
+        self.paths = self.all_paths()
+
+    @staticmethod
+    def all_paths() -> list[list[tuple[int, int]]]:
+        """Every completion as pairs of the last token and the next one."""
+        return [list(zip([PROMPT, *ids[:-1]], ids, strict=True)) for ids in completions()]
 
     @staticmethod
     def _table(weight: torch.Tensor) -> torch.Tensor:

@@ -166,6 +166,14 @@ class AdvantagePlacement(ScorePlacement):
 
     centers = True
 
+    @classmethod
+    def check(cls, args: Any) -> None:
+        if args.kl_estimator == "importance" and args.kl_centering == "sequence":
+            raise ValueError(
+                "`kl_estimator='importance'` cannot be used with `kl_centering='sequence'`: a larger coefficient would not "
+                "mean a smaller KL. Set `kl_estimator='k1'`, or another `kl_centering`."
+            )
+
     @property
     def groups(self) -> bool:
         return self.args.kl_centering == "group"
@@ -232,6 +240,7 @@ class GRPOAdvantage(AdvantagePlacement):
 
     @classmethod
     def check(cls, args: Any) -> None:
+        super().check(args)
         by_sequence = args.importance_sampling_level == "sequence"
         if by_sequence and args.kl_centering == "sequence":
             raise ValueError(
@@ -296,6 +305,7 @@ class PPOAdvantage(AdvantagePlacement):
 
     @classmethod
     def check(cls, args: Any) -> None:
+        super().check(args)
         if args.kl_centering == "group" and args.num_generations == 1:
             raise ValueError(
                 "`kl_centering='group'` has no groups with `num_generations=1`. Set `kl_centering='batch'`, or "
