@@ -29,6 +29,7 @@ from .inputs import (
     with_prompts,
 )
 from .metrics import PPOMetrics
+from .padding import skip_padding_in_other_models, skip_padding_in_policy
 from .reward_scaling import RewardScaler
 from .stop_strings import generate_until, holds_text
 from .value_function import ValueFunction, ValueHead, ValueModel, call_without_value, freeze_bottom_layers
@@ -147,6 +148,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         if not self.args.kl_enabled:
             check_checkpoints(self.args)
         policy = self.accelerator.unwrap_model(self.model)
+        skip_padding_in_other_models(self, value_model)
         self.value_function = ValueFunction(policy, self._ppo_value_module(policy, value_model))
         if self.optimizer is not None:
             train_with_optimizer(self.optimizer, self.lr_scheduler, self.value_function.module)
@@ -169,6 +171,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         return ValueHead(hidden_size, trained.dtype, trained.device, self.args.seed)
 
     def _klx_prepare_policy(self, policy: nn.Module) -> None:
+        skip_padding_in_policy(policy, self._tokenizer.pad_token_id)
         if self.args.num_layers_unfrozen is None:
             return
         if is_peft_model(policy):

@@ -240,6 +240,11 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         mask = batch["completion_mask"].bool()
         return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
 
+    @staticmethod
+    def _klx_tokens(batch: dict) -> torch.Tensor:
+        """Completion tokens, with 0 for padding, whose id need not be one of the vocabulary's."""
+        return batch["completion_ids"].masked_fill(batch["completion_mask"] == 0, 0)
+
     def _generate_and_score_completions(self, inputs):
         if self.kl_reference is None:
             return super()._generate_and_score_completions(inputs)
@@ -274,7 +279,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
         if centering == "group":
             batch["klx_group"] = self._klx_group_ids(batch)
         if policy is not None:
-            measured = self._klx_per_token_kl(policy, reference, batch["completion_ids"])
+            measured = self._klx_per_token_kl(policy, reference, self._klx_tokens(batch))
             if centering != "microbatch":
                 self._klx_measure(batch, rollout, measured)
                 self._klx_finish(rollout)
@@ -293,7 +298,7 @@ class KLXTrainerMixin(KLXCheckpointMixin):
             measured = batch["klx_measured"].unbind(-1)
         elif "klx_reference_logps" in batch or "klx_reference_hidden" in batch:
             reference = Scored(batch.get("klx_reference_logps"), batch.get("klx_reference_hidden"))
-            measured = self._klx_per_token_kl(policy.detach(), reference, batch["completion_ids"])
+            measured = self._klx_per_token_kl(policy.detach(), reference, self._klx_tokens(batch))
         else:
             return
         rollout = self._klx_rollouts[self._klx_mode]
