@@ -156,9 +156,7 @@ def check_lm_head(
     if not len(rows):
         return found
     logps = torch.log_softmax(project(scored.hidden[rows]), dim=-1)
-    # The id of the padding need not be one of the vocabulary's.
-    tokens = tokens[rows].masked_fill(mask[rows] == 0, 0)
-    logps = logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # (1, T)
+    logps = logps.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)  # (1, T)
     error = (logps - scored.logps[rows]).abs()[mask[rows].bool()].median().item()
     if error > 0.05:
         raise ValueError(

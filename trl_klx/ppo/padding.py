@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..control.logps import causal_lm
@@ -63,17 +64,27 @@ def skip_padding(model: nn.Module, pad_token_id: int | None) -> bool:
     return True
 
 
-def skip_padding_in_policy(policy: nn.Module, pad_token_id: int | None) -> None:
+def skip_padding_in_policy(policy: nn.Module, pad_token_id: int | None) -> bool:
     """
     [`skip_padding`] for the policy, and keep that id out of its configs wherever they are read to build a model:
     `from_pretrained` would look for the row.
     """
-    if skip_padding(policy, pad_token_id):
-        model = causal_lm(policy)
-        for config in _configs_with(model, pad_token_id):
-            config.pad_token_id = _own_padding(model)
-        # A partial, because a copy of the policy then saves itself.
-        model.save_pretrained = functools.partial(_save_loadable, model, pad_token_id, model.save_pretrained)
+    if not skip_padding(policy, pad_token_id):
+        return False
+    model = causal_lm(policy)
+    for config in _configs_with(model, pad_token_id):
+        config.pad_token_id = _own_padding(model)
+    # A partial, because a copy of the policy then saves itself.
+    model.save_pretrained = functools.partial(_save_loadable, model, pad_token_id, model.save_pretrained)
+    return True
+
+
+def mask_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor, *others: Any) -> tuple:
+    """
+    Arguments of TRL's log-prob method, with 0 for padding. TRL looks up the log-prob of every token, and some versions do so
+    for padding too.
+    """
+    return input_ids.masked_fill(attention_mask == 0, 0), attention_mask, *others
 
 
 def skip_padding_in_other_models(trainer: Any, value_model: nn.Module | None) -> None:

@@ -29,7 +29,7 @@ from .inputs import (
     with_prompts,
 )
 from .metrics import PPOMetrics
-from .padding import skip_padding_in_other_models, skip_padding_in_policy
+from .padding import mask_padding, skip_padding_in_other_models, skip_padding_in_policy
 from .reward_scaling import RewardScaler
 from .stop_strings import generate_until, holds_text
 from .value_function import ValueFunction, ValueHead, ValueModel, call_without_value, freeze_bottom_layers
@@ -171,7 +171,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         return ValueHead(hidden_size, trained.dtype, trained.device, self.args.seed)
 
     def _klx_prepare_policy(self, policy: nn.Module) -> None:
-        skip_padding_in_policy(policy, self._tokenizer.pad_token_id)
+        self._ppo_masks_padding = skip_padding_in_policy(policy, self._tokenizer.pad_token_id)
         if self.args.num_layers_unfrozen is None:
             return
         if is_peft_model(policy):
@@ -236,6 +236,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
     # ---- Forward passes ----
 
     def _klx_forward(self, model, args: tuple, kwargs: dict, check: bool = True) -> tuple[tuple, Scored]:
+        args = mask_padding(*args) if self._ppo_masks_padding else args
         if not torch.is_grad_enabled() and self.args.local_rollout_forward_batch_size is not None:
             kwargs = kwargs | {"batch_size": self.args.local_rollout_forward_batch_size}
         if self._ppo_scores_reference:
