@@ -1,12 +1,15 @@
 """`KLXCallback` drives the coefficient of TRL's own trainers, each of them really trained."""
 
+import ast
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+import trl
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments, set_seed
-from trl import GRPOTrainer, RLOOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOConfig, KTOTrainer, RLOOTrainer
 
 import tiny
 from tiny import (
@@ -23,6 +26,7 @@ from tiny import (
     weights,
 )
 from trl_klx import KLController, KLXCallback, KLXGRPOTrainer, get_kl_controller
+from trl_klx.trainers.callback import LOGGED_KLS, REFUSED_TRAINERS
 
 
 class Listening(KLController):
@@ -84,6 +88,36 @@ def online_dpo(folder, **fields):
     )
 
 
+def gmpo(folder, trainer_class=None, **fields):
+    gmpo = pytest.importorskip("trl.experimental.gmpo")
+    args = gmpo.GMPOConfig(output_dir=str(folder), **(RUN | fields))
+    set_seed(args.seed)
+    return (trainer_class or gmpo.GMPOTrainer)(
+        model=build_model(),
+        reward_funcs=reward_even_tokens,
+        args=args,
+        train_dataset=build_dataset(),
+        processing_class=build_tokenizer(),
+        peft_config=lora(),
+    )
+
+
+# What trainers set that learn from a dataset of completions.
+OFFLINE = {key: RUN[key] for key in ("use_cpu", "bf16", "report_to", "logging_steps", "save_strategy", "disable_tqdm")}
+
+
+def kto(folder, trainer_class=KTOTrainer, **fields):
+    rows = {"prompt": ["w1 w2"] * 8, "completion": [" w3", " w4 w5"] * 4, "label": [True, False] * 4}
+    args = KTOConfig(str(folder), max_steps=2, per_device_train_batch_size=4, learning_rate=1e-2, **OFFLINE, **fields)
+    return trainer_class(
+        build_model(),
+        args=args,
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=build_tokenizer(),
+        peft_config=lora(),
+    )
+
+
 # ---- The coefficient ----
 
 
@@ -119,6 +153,20 @@ def test_online_dpo(tmp_path):
     # Two completions for each of the four prompts of a step.
     assert coefs == replay("adaptive", logged(trainer, "objective/kl"), 8, init_coef=0.2, target=0.5, horizon=20)
     assert trainer.betas == coefs == logged(trainer, "beta") and len(set(coefs)) == 4
+
+
+def test_gmpo(tmp_path):
+    gmpo_trainer = pytest.importorskip("trl.experimental.gmpo").GMPOTrainer
+
+    class Recording(Recorder, gmpo_trainer):
+        """Keeps what the loss works with, and is a subclass of the user's."""
+
+    trainer = gmpo(tmp_path, Recording, beta=0.05, max_steps=5)
+    run(trainer, "pid", target=0.01)
+    coefs, kls = logged(trainer, "klx/coef"), logged(trainer, "kl")
+    assert coefs == replay("pid", kls, 4, init_coef=0.05, target=0.01)
+    assert len(set(coefs[1:])) == 4 and kls[-1] > 0
+    assert [loss["beta"] for loss in trainer.losses] == coefs
 
 
 @pytest.mark.parametrize("build", [lambda folder: build_trainer(GRPOTrainer, folder, beta=0.1), online_dpo])
@@ -271,16 +319,95 @@ def test_refused_when_training_begins(tmp_path):
         run(trainer, "fixed")
 
 
-def test_a_trainer_that_logs_no_kl_is_refused(tmp_path):
+def test_a_trainer_that_logs_no_such_kl_is_refused(tmp_path):
     with pytest.raises(ValueError, match="logs no 'kl_div' from which to drive its `beta`. It logs .* kl, .*`kl_key`"):
         run(build_trainer(GRPOTrainer, tmp_path, beta=0.1), "fixed", kl_key="kl_div")
-    from trl import DPOConfig, DPOTrainer
 
-    pairs = Dataset.from_dict({"prompt": ["w1 w2"] * 4, "chosen": [" w3"] * 4, "rejected": [" w4"] * 4})
-    settings = {key: RUN[key] for key in ("use_cpu", "bf16", "report_to", "logging_steps", "save_strategy")}
-    args = DPOConfig(str(tmp_path), max_steps=1, **settings)
-    trainer = DPOTrainer(
-        build_model(), args=args, train_dataset=pairs, processing_class=build_tokenizer(), peft_config=lora()
+
+# ---- Whose KL is logged ----
+
+
+def test_kto_is_refused(tmp_path):
+    trainer = kto(tmp_path)
+    reason = (
+        "KTOTrainer cannot be driven by a `KLXCallback`: its `kl` is not the policy's: .*paired with the wrong prompts"
     )
-    with pytest.raises(ValueError, match="DPOTrainer logs no 'kl' from which to drive its `beta`. It logs .*loss"):
-        run(trainer, target=1.0)
+    with pytest.raises(ValueError, match=f"{reason}.*Use `GRPOTrainer`, .*subclass.*name the metric in `kl_key`"):
+        KLXCallback(trainer, target=1.0)
+
+
+def test_kl_key_overrules_the_refusal(tmp_path):
+    trainer = run(kto(tmp_path), "adaptive", target=0.5, horizon=20, kl_key="kl")
+    coefs = logged(trainer, "klx/coef")
+    assert coefs == replay("adaptive", logged(trainer, "kl"), 4, init_coef=0.1, target=0.5, horizon=20)
+
+
+def test_dpo_is_refused(tmp_path):
+    pairs = Dataset.from_dict({"prompt": ["w1 w2"] * 4, "chosen": [" w3"] * 4, "rejected": [" w4"] * 4})
+    trainer = DPOTrainer(
+        build_model(),
+        args=DPOConfig(str(tmp_path), **OFFLINE),
+        train_dataset=pairs,
+        processing_class=build_tokenizer(),
+        peft_config=lora(),
+    )
+    with pytest.raises(ValueError, match="DPOTrainer cannot be driven by a `KLXCallback`: it logs no KL"):
+        KLXCallback(trainer, target=1.0)
+
+
+def test_subclasses(tmp_path):
+    class MyGRPO(GRPOTrainer):
+        pass
+
+    class MyKTO(KTOTrainer):
+        pass
+
+    class XPOTrainer(type(online_dpo(tmp_path))):
+        """As the one that TRL had: it derives from a trainer whose KL is the policy's, and logs another one."""
+
+    trainer = build_trainer(MyGRPO, tmp_path, beta=0.1)
+    assert KLXCallback(trainer, target=1.0).kl_key == "kl"
+    with pytest.raises(ValueError, match="MyKTO, a KTOTrainer, cannot be driven"):
+        KLXCallback(kto(tmp_path, MyKTO), target=1.0)
+    trainer = online_dpo(tmp_path)
+    trainer.__class__ = XPOTrainer
+    with pytest.raises(ValueError, match="XPOTrainer cannot be driven .* half of the samples"):
+        KLXCallback(trainer, target=1.0)
+    assert KLXCallback(trainer, target=1.0, kl_key="mine").kl_key == "mine"
+
+
+def test_an_unknown_trainer_needs_a_key(tmp_path):
+    class Penalised(Trainer):
+        beta = 0.1
+
+    trainer = Penalised(build_model(), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    with pytest.raises(
+        ValueError, match="Penalised cannot be driven by a `KLXCallback`: nothing is known about what it"
+    ):
+        KLXCallback(trainer, target=1.0)
+    assert KLXCallback(trainer, target=1.0, kl_key="my_kl").kl_key == "my_kl"
+
+
+def trainers_with_beta() -> set[str]:
+    """Names of the trainers in the installed TRL that set a `beta`, and of their subclasses there."""
+    parents, names = {}, set()
+    for path in Path(trl.__file__).parent.glob("**/*_trainer.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Trainer"):
+                parents[node.name] = {ast.unparse(base).removeprefix("_") for base in node.bases}
+                targets = [
+                    ast.unparse(t) for each in ast.walk(node) if isinstance(each, ast.Assign) for t in each.targets
+                ]
+                if {"self.beta", "self._beta"} & set(targets):
+                    names.add(node.name)
+    while more := {name for name, bases in parents.items() if bases & names} - names:
+        names |= more
+    return names
+
+
+def test_every_trainer_of_trl_with_a_beta_is_known():
+    names = trainers_with_beta()
+    assert {"GRPOTrainer", "RLOOTrainer", "KTOTrainer", "DPOTrainer"} <= names
+    # A new one must be read, to see what it logs.
+    assert names <= LOGGED_KLS.keys() | REFUSED_TRAINERS.keys()
+    assert not LOGGED_KLS.keys() & REFUSED_TRAINERS.keys()

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import math
 import re
 import runpy
 import sys
@@ -14,14 +15,14 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tiny import build_dataset, build_tokenizer
+from tiny import WORDS, build_dataset, build_tokenizer
 from tiny_ppo import build_ppo, build_scorer, train_ppo
 from trl_klx import KLXPPOConfig, KLXPPOTrainer
 
 
-SCRIPT = Path(__file__).parent / "scripts" / "ppo_trl112_style.py"
+SCRIPTS = Path(__file__).parent / "scripts"
 GUIDE = Path(__file__).parents[1] / "docs" / "from_trl_ppo.md"
 OLD_IMPORT = "from trl.experimental.ppo import PPOConfig, PPOTrainer\n"
 NEW_IMPORT = "from trl_klx import KLXPPOConfig as PPOConfig, KLXPPOTrainer as PPOTrainer\n"
@@ -110,15 +111,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run_script(folder, monkeypatch, *flags: str) -> list[str]:
-    """Run the script with its imports changed. Returns the messages of its warnings about the change."""
-    text = SCRIPT.read_text()
+def run_script(folder, monkeypatch, name: str, *flags: str, **arguments) -> list[str]:
+    """Run a script with its imports changed. Returns the messages of its warnings about the change."""
+    text = (SCRIPTS / name).read_text()
     assert text.count(OLD_IMPORT) == 1
     (folder / "script.py").write_text(text.replace(OLD_IMPORT, NEW_IMPORT))
     arguments = {
         "sft_model_path": folder / "sft",
         "reward_model_path": folder / "reward",
-        "data": folder / "prompts.json",
         "output_dir": folder / "out",
         "use_cpu": True,
         "bf16": False,
@@ -140,10 +140,10 @@ def run_script(folder, monkeypatch, *flags: str) -> list[str]:
         "logging_steps": 1,
         "save_strategy": "steps",
         "save_steps": 16,
-    }
+    } | arguments
     argv = ["script.py", *flags]
-    for name, value in arguments.items():
-        argv += [f"--{name}", str(value)]
+    for field, value in arguments.items():
+        argv += [f"--{field}", str(value)]
     monkeypatch.setattr(sys, "argv", argv)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -151,12 +151,30 @@ def run_script(folder, monkeypatch, *flags: str) -> list[str]:
     return [str(warning.message) for warning in caught if "is now" in str(warning.message)]
 
 
-@pytest.mark.parametrize("flags", [[], ["--positional"]], ids=["keywords", "positional"])
-@pytest.mark.parametrize(
+ADAPTERS = pytest.mark.parametrize(
     "adapter", [[], ["--use_peft", "--lora_target_modules", "q_proj", "v_proj"]], ids=["full", "lora"]
 )
+
+
+def saved_policy(folder, adapter: list[str]):
+    """The policy that the script saved. It loads, and it is not the one that the script began with."""
+    initial = AutoModelForCausalLM.from_pretrained(folder / "sft")
+    if adapter:
+        model = PeftModel.from_pretrained(initial, folder / "out")
+        assert any(weight.any() for name, weight in model.named_parameters() if "lora_B" in name)
+        return model
+    model, report = AutoModelForCausalLM.from_pretrained(folder / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert any(
+        not torch.equal(one, other) for one, other in zip(model.parameters(), initial.parameters(), strict=True)
+    )
+    return model
+
+
+@pytest.mark.parametrize("flags", [[], ["--positional"]], ids=["keywords", "positional"])
+@ADAPTERS
 def test_script_runs_with_its_imports_changed(adapter, flags, folder, monkeypatch):
-    messages = run_script(folder, monkeypatch, *adapter, *flags)
+    messages = run_script(folder, monkeypatch, "ppo_trl112_style.py", *adapter, *flags, data=folder / "prompts.json")
     # Once per former name.
     assert sorted(re.findall(r"`(\w+)", message)[0] for message in messages) == [
         "generate_completions",
@@ -172,16 +190,7 @@ def test_script_runs_with_its_imports_changed(adapter, flags, folder, monkeypatc
     assert len(logs) == 4 and all(entry["klx/coef"] == 0.1 for entry in logs)
     assert all(0 < entry["completions/max_length"] <= 6 for entry in logs)
     assert (out / "checkpoint-16" / "value_function.safetensors").is_file()
-    initial = AutoModelForCausalLM.from_pretrained(folder / "sft")
-    if adapter:
-        model = PeftModel.from_pretrained(initial, out)
-        assert any(weight.any() for name, weight in model.named_parameters() if "lora_B" in name)
-    else:
-        model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-        assert not report["missing_keys"] and not report["unexpected_keys"]
-        assert any(
-            not torch.equal(one, other) for one, other in zip(model.parameters(), initial.parameters(), strict=True)
-        )
+    saved_policy(folder, adapter)
     # The last line of the script completed the four prompts of the evaluation data.
     tables = sorted((out / "completions").glob("*.parquet"))
     assert len(pd.read_parquet(tables[-1])) == 8
@@ -189,11 +198,51 @@ def test_script_runs_with_its_imports_changed(adapter, flags, folder, monkeypatc
 
 
 def test_value_model_of_a_script_is_trained(folder, monkeypatch):
-    run_script(folder, monkeypatch)
+    run_script(folder, monkeypatch, "ppo_trl112_style.py", data=folder / "prompts.json")
     trained = load_file(folder / "out" / "checkpoint-16" / "value_function.safetensors")
     initial = load_file(folder / "reward" / "model.safetensors")
     assert trained.keys() == {f"model.{name}" for name in initial}
     assert any(not torch.equal(trained[f"model.{name}"], weight) for name, weight in initial.items())
+
+
+def write_prompts(folder) -> dict[str, list[str]]:
+    """A dataset with two splits. The prompts differ in length, so that a batch of them is padded."""
+    splits = {"train": 36, "validation": 8}
+    words = WORDS * 2
+    prompts = {name: [" ".join(words[i : i + 1 + i % 5]) for i in range(rows)] for name, rows in splits.items()}
+    (folder / "data").mkdir()
+    for name, texts in prompts.items():
+        rows = [json.dumps({"prompt": text}) for text in texts]
+        (folder / "data" / f"{name}.json").write_text("\n".join(rows))
+    return prompts
+
+
+@ADAPTERS
+@pytest.mark.parametrize("name", ["ppo_trl112_padded.py", "ppo_trl112_tldr.py"])
+def test_script_whose_padding_has_no_embedding(name, adapter, folder, monkeypatch):
+    prompts = write_prompts(folder)
+    arguments = {"dataset_name": folder / "data", "model_name_or_path": folder / "sft"}
+    if name == "ppo_trl112_tldr.py":
+        arguments |= {"dataset_test_split": "validation", "eval_strategy": "steps", "eval_steps": 8}
+    run_script(folder, monkeypatch, name, *adapter, **arguments)
+    out = folder / "out"
+    state = json.loads((out / "checkpoint-16" / "trainer_state.json").read_text())
+    assert state["global_step"] == 16
+    logs = [entry for entry in state["log_history"] if "reward" in entry]
+    assert len(logs) == 4 and logs[-1]["klx/kl"] > 0
+    assert all(math.isfinite(value) for entry in state["log_history"] for value in entry.values())
+    # Some completions ended early, and were padded.
+    assert any(entry["completions/min_length"] < entry["completions/max_length"] for entry in logs)
+    assert len([entry for entry in state["log_history"] if "eval_reward" in entry]) == (2 if "tldr" in name else 0)
+    # Tokenizer and model are saved as they are: the one has a token more than the other has embeddings.
+    assert AutoTokenizer.from_pretrained(out).pad_token_id == 32
+    model = saved_policy(folder, adapter)
+    assert model.get_input_embeddings().num_embeddings == 32
+    assert model.config.pad_token_id == 0
+    table = pd.read_parquet(sorted((out / "completions").glob("*.parquet"))[-1])
+    shown = prompts["validation"] if "tldr" in name else prompts["train"][-4:]
+    assert set(table["prompt"][-len(shown) :]) == set(shown)
+    assert not table["completion"].str.contains("[PAD]", regex=False).any()
 
 
 @pytest.mark.parametrize("sampling", [False, True])

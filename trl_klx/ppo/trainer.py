@@ -28,6 +28,7 @@ from .inputs import (
     train_with_optimizer,
     with_prompts,
 )
+from .padding import mask_padding, skip_padding_in_other_models, skip_padding_in_policy
 from .reward_scaling import RewardScaler
 from .stop_strings import generate_until, holds_text
 from .value_function import ValueFunction, ValueHead, ValueModel, call_without_value, freeze_bottom_layers
@@ -144,6 +145,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         if not self.args.kl_enabled:
             check_checkpoints(self.args)
         policy = self.accelerator.unwrap_model(self.model)
+        skip_padding_in_other_models(self, value_model)
         self.value_function = ValueFunction(policy, self._ppo_value_module(policy, value_model))
         if self.optimizer is not None:
             train_with_optimizer(self.optimizer, self.lr_scheduler, self.value_function.module)
@@ -165,6 +167,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         return ValueHead(hidden_size, trained.dtype, trained.device, self.args.seed)
 
     def _klx_prepare_policy(self, policy: nn.Module) -> None:
+        self._ppo_masks_padding = skip_padding_in_policy(policy, self._tokenizer.pad_token_id)
         if self.args.num_layers_unfrozen is None:
             return
         if is_peft_model(policy):
@@ -204,6 +207,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
     # ---- Forward passes ----
 
     def _klx_forward(self, model, args: tuple, kwargs: dict, check: bool = True) -> tuple[tuple, Scored]:
+        args = mask_padding(*args) if self._ppo_masks_padding else args
         if not torch.is_grad_enabled() and self.args.local_rollout_forward_batch_size is not None:
             kwargs = kwargs | {"batch_size": self.args.local_rollout_forward_batch_size}
         with narrow_tiles(self.accelerator.device), self.value_function.recording(logits_to_keep=args[2]) as values:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -20,7 +20,7 @@ STATE_KEY = "klx"
 @dataclass(frozen=True)
 class LoggedKL:
     """
-    How a trainer logs its KL.
+    How a trainer logs the KL of its policy to its reference.
 
     Attributes:
         key (`str`):
@@ -29,12 +29,45 @@ class LoggedKL:
             Completions that the trainer samples for each row of its batch.
     """
 
-    key: str = "kl"
+    key: str
     completions_per_row: int = 1
 
 
-# By class name: importing an experimental trainer of TRL's only to recognise it costs time, and warns.
-LOGGED_KLS = {"OnlineDPOTrainer": LoggedKL("objective/kl", completions_per_row=2)}
+# Both tables go by class name, because importing one of TRL's experimental trainers only to recognise it costs time and
+# warns. A name that the installed TRL does not have matches nothing.
+
+# Trainers that penalise the KL of the policy to the reference by `beta` and log this KL, on samples of the policy.
+LOGGED_KLS = {
+    "GRPOTrainer": LoggedKL("kl"),
+    "GMPOTrainer": LoggedKL("kl"),
+    "RLOOTrainer": LoggedKL("kl"),
+    "OnlineDPOTrainer": LoggedKL("objective/kl", completions_per_row=2),
+}
+
+_PREFERENCES = "it logs no KL, because it learns from completions that the policy did not sample"
+_DISTILLATION = "its `beta` chooses a divergence between student and teacher, and is no coefficient of a KL penalty"
+_NO_REFERENCE = "its loss has no reference model from which a KL could be measured"
+
+# Trainers that have a `beta` but no such KL, each with the reason.
+REFUSED_TRAINERS = {
+    "KTOTrainer": (
+        "its `kl` is not the policy's: it compares policy and reference on completions of the dataset that are paired with "
+        "the wrong prompts, and is a baseline of the loss"
+    ),
+    "XPOTrainer": "half of the samples in its `objective/kl` come from the reference",
+    "MiniLLMTrainer": "its loss does not use `beta`, and it logs no KL to a reference",
+    "SDPOTrainer": "its loss does not use `beta`, and it logs no KL to a reference",
+    "BCOTrainer": _PREFERENCES,
+    "DPOTrainer": _PREFERENCES,
+    "CPOTrainer": _NO_REFERENCE,
+    "ORPOTrainer": _NO_REFERENCE,
+    "TPOTrainer": _NO_REFERENCE,
+    "DistillationTrainer": _DISTILLATION,
+    "GKDTrainer": _DISTILLATION,
+    "GOLDTrainer": _DISTILLATION,
+    "IWOPDTrainer": _DISTILLATION,
+    "ServerDistillationTrainer": _DISTILLATION,
+}
 
 
 class KLXCallback(TrainerCallback):
@@ -49,9 +82,12 @@ class KLXCallback(TrainerCallback):
 
     | trainer | key | KL |
     |---|---|---|
-    | [`~trl.GRPOTrainer`] and its kin | `kl` | `k3`, mean per token |
+    | [`~trl.GRPOTrainer`], `GMPOTrainer` | `kl` | `k3`, mean per token |
     | [`~trl.RLOOTrainer`] | `kl` | `k1`, mean per token |
     | `OnlineDPOTrainer` | `objective/kl` | `k1`, sum per completion |
+
+    A subclass of one of these trainers is accepted too. Every other trainer is refused unless `kl_key` is given, because
+    what it logs as a KL may be something else.
 
     A mean of `k1` may be negative by chance; it then counts as 0. The coefficient changes with a training log, at most
     once per generation batch, and is the same on all processes: set `logging_steps=1` for the quickest answer. The log
@@ -70,7 +106,8 @@ class KLXCallback(TrainerCallback):
         coef (`float`, *optional*):
             First coefficient. If unset, the trainer's `beta`.
         kl_key (`str`, *optional*):
-            Name of the KL in the trainer's log. If unset, the one in the table above, and `kl` for other trainers.
+            Name of the KL in the trainer's log. If unset, the one in the table above. Set it for a trainer that is not in the
+            table but logs the KL of its policy to its reference.
         **kwargs:
             Further settings of a controller given by name, see [`get_kl_controller`].
     """
@@ -85,12 +122,12 @@ class KLXCallback(TrainerCallback):
         **kwargs: Any,
     ):
         self._attribute = _find_coefficient(trainer)
+        logged = _find_kl(trainer, kl_key)
         self.trainer = trainer
         beta = getattr(trainer, self._attribute)
+        _check_beta(beta)
         self.controller = _build_controller(controller, target, beta if coef is None else coef, coef is None, kwargs)
-        names = [cls.__name__ for cls in type(trainer).__mro__]
-        logged = next((LOGGED_KLS[name] for name in names if name in LOGGED_KLS), LoggedKL())
-        self.kl_key = logged.key if kl_key is None else kl_key
+        self.kl_key = logged.key
         args = trainer.args
         iterations = getattr(args, "num_iterations", 1)
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -212,11 +249,34 @@ def _find_coefficient(trainer: Trainer) -> str:
     shown = getattr(type(trainer), "beta", None)
     attribute = "_beta" if isinstance(shown, property) and shown.fset is None else "beta"
     if not hasattr(trainer, attribute):
-        raise ValueError(
-            f"{name} has no coefficient `beta` for a `KLXCallback` to drive. Use it with a trainer that has one, such as "
-            "`GRPOTrainer`, `RLOOTrainer` or `OnlineDPOTrainer`."
-        )
-    beta = getattr(trainer, attribute)
+        raise ValueError(f"{name} has no coefficient `beta` for a `KLXCallback` to drive. Use {_list_trainers()}.")
+    return attribute
+
+
+def _find_kl(trainer: Trainer, kl_key: str | None) -> LoggedKL:
+    """How the trainer logs the KL of its policy. A trainer that is not known to do so needs a `kl_key`."""
+    name = type(trainer).__name__
+    # The nearest known class decides, since a trainer may derive from one whose KL it does not log.
+    parents = (cls.__name__ for cls in type(trainer).__mro__)
+    known = next((parent for parent in parents if parent in LOGGED_KLS or parent in REFUSED_TRAINERS), None)
+    if known in LOGGED_KLS:
+        return LOGGED_KLS[known] if kl_key is None else replace(LOGGED_KLS[known], key=kl_key)
+    if kl_key is not None:
+        return LoggedKL(kl_key)
+    kind = "" if known in (name, None) else f", a {known},"
+    reason = REFUSED_TRAINERS.get(known, "nothing is known about what it logs")
+    raise ValueError(
+        f"{name}{kind} cannot be driven by a `KLXCallback`: {reason}. Use {_list_trainers()}. If its log does hold "
+        "KL(policy || reference), and `beta` is the coefficient of that KL, name the metric in `kl_key`."
+    )
+
+
+def _list_trainers() -> str:
+    *others, last = (f"`{name}`" for name in LOGGED_KLS)
+    return f"{', '.join(others)}, {last} or a subclass of one of them"
+
+
+def _check_beta(beta: Any) -> None:
     if isinstance(beta, list | tuple):
         raise ValueError(f"`beta={beta!r}` is a schedule, which a controller cannot drive. Set one number.")
     if beta == 0.0:
@@ -224,7 +284,6 @@ def _find_coefficient(trainer: Trainer) -> str:
             f"`beta={beta!r}`: TRL then has no reference and logs no KL. Set `beta` to a positive value such as 0.05, from "
             "which the controller starts."
         )
-    return attribute
 
 
 def _build_controller(

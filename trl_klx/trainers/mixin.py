@@ -265,6 +265,11 @@ class KLXCoreMixin(KLXCheckpointMixin):
         mask = batch["completion_mask"].bool()
         return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
 
+    @staticmethod
+    def _klx_tokens(batch: Batch) -> torch.Tensor:
+        """The completion tokens, 0 where masked: padding may have an id that the vocabulary has not."""
+        return batch["completion_ids"] * batch["completion_mask"]
+
     def _klx_heads(self) -> tuple[Head, Head] | None:
         """LM heads of policy and reference, for the exact KL."""
         if not self.args.kl_needs_full:
@@ -340,7 +345,7 @@ class KLXCoreMixin(KLXCheckpointMixin):
             batch["klx_group"] = self._klx_group_ids(batch)
         kl = None
         if rollout.clean is not None:
-            kl = self.kl_control.measure(rollout.clean, rollout.reference, self._klx_heads(), batch["completion_ids"])
+            kl = self.kl_control.measure(rollout.clean, rollout.reference, self._klx_heads(), self._klx_tokens(batch))
         if kl is None or placement.in_loss:
             names = {"klx_ref_logps": rollout.reference.logps, "klx_ref_hidden": rollout.reference.hidden}
             batch |= {name: tensor for name, tensor in names.items() if tensor is not None}
@@ -422,7 +427,7 @@ class KLXCoreMixin(KLXCheckpointMixin):
             kl = TokenKL(*inputs["klx_measured"].unbind(-1))
         else:
             reference = Scored(inputs.get("klx_ref_logps"), inputs.get("klx_ref_hidden"))
-            kl = self.kl_control.measure(policy.detach(), reference, self._klx_heads(), inputs["completion_ids"])
+            kl = self.kl_control.measure(policy.detach(), reference, self._klx_heads(), self._klx_tokens(inputs))
         self._klx_apply(inputs, rollout, kl)
         if rollout.pending > 0:
             rollout.pending -= 1
