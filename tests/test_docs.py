@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from doc_pages import DOCS, PAGES, ROOT, blocks, prose, run_page
 from tiny import build_model, build_tokenizer
-from trl_klx import KLXPPOConfig, registry
+from trl_klx import KLXPPOConfig
+from trl_klx.controllers import registry
 from trl_klx.trainers.config import KLXConfigMixin
 
 

@@ -222,6 +222,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
 
     def _klx_forward_arguments(self, batch: Batch) -> tuple[tuple, dict]:
         args, kwargs = super()._klx_forward_arguments(batch)
+        args = mask_padding(*args) if self._ppo_masks_padding else args
         size = self.args.local_rollout_forward_batch_size
         return args, kwargs if size is None else kwargs | {"batch_size": size}
 
