@@ -39,7 +39,9 @@ def selector(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
 
 
 def select(values: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`values` with 0 at masked positions, even where they hold NaN. `mask` is a [`selector`]; gradients do not flow."""
+    """
+    `values` with 0 at masked positions, even where they hold NaN. `mask` is a [`selector`]; gradients do not flow.
+    """
     if mask is None:
         return values
     if values.device.type != "cpu" or values.dtype != torch.float32:
@@ -78,9 +80,9 @@ def by_rows(function: Callable[..., None], *tensors: torch.Tensor, outputs: int 
 
 def has_no_holes(chosen: torch.Tensor | None) -> bool:
     """
-    Whether every row of a [`selector`] is ones followed by zeros, so that [`packing_slots`] would move nothing. Checked
-    on CPU only: on other devices the answer is `False`, because the check would wait for the device and moving is cheap
-    there.
+    Whether every row of a [`selector`] is ones followed by zeros, so that [`packing_slots`] would move nothing.
+    Checked on CPU only: on other devices the answer is `False`, because the check would wait for the device and moving
+    is cheap there.
     """
     if chosen is None:
         return True
@@ -100,8 +102,8 @@ def packing_slots(mask: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _block_weights(discount: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # (K, K) with `discount^(s - t)` at [s, t]. Cached, so that the same numbers are not sent to a device at every step.
-    # The powers are computed on the host in fp64, where 0.999 ** 16 keeps its digits, and rounded once.
+    # (K, K) with `discount^(s - t)` at [s, t]. Cached, so that the same numbers are not sent to a device at every
+    # step. The powers are computed on the host in fp64, where 0.999 ** 16 keeps its digits, and rounded once.
     with torch.inference_mode(False):
         steps = torch.arange(_BLOCK, dtype=torch.float64)
         powers = torch.pow(discount, (steps[:, None] - steps[None, :]).clamp(min=0)).tril()
@@ -128,11 +130,11 @@ def _blocked_suffix_sum(values: torch.Tensor, discount: float, out: torch.Tensor
 
 def suffix_sum(values: torch.Tensor, discount: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """
-    `y_t = sum_{s >= t} discount^(s - t) * values_s` of fp32 or fp64 `values`, written to `out` if given. With discount 0
-    the result is `values` itself.
+    `y_t = sum_{s >= t} discount^(s - t) * values_s` of fp32 or fp64 `values`, written to `out` if given. With discount
+    0 the result is `values` itself.
 
-    The recursion `y_t = values_t + discount * y_{t+1}` is evaluated as one small triangular matrix product inside blocks
-    of positions, followed by the same operation over the block totals. No loop runs over tokens.
+    The recursion `y_t = values_t + discount * y_{t+1}` is evaluated as one small triangular matrix product inside
+    blocks of positions, followed by the same operation over the block totals. No loop runs over tokens.
     """
     if discount == 0.0:
         return values if out is None else out.copy_(values)

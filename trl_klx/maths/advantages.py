@@ -1,9 +1,9 @@
 """
 Formulas that take KL, mask and coefficient and return advantages.
 
-The KL penalty acts on advantages as `coef * (mean - kl_t)`: tokens that drifted more than the average lose, tokens that
-drifted less gain, and the adjustments sum to zero over the set whose mean is `mean`. Masked positions may hold anything,
-including NaN, in every argument except the advantages themselves.
+The KL penalty acts on advantages as `coef * (mean - kl_t)`: tokens that drifted more than the average lose, tokens
+that drifted less gain, and the adjustments sum to zero over the set whose mean is `mean`. Masked positions may hold
+anything, including NaN, in every argument except the advantages themselves.
 """
 
 import torch

@@ -45,8 +45,8 @@ def _upcast(tensor: torch.Tensor) -> torch.Tensor:
 
 def _log_ratio(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
     logps, ref_logps = _upcast(logps), _upcast(ref_logps)
-    # Two equal infinities mean that both models rule the token out, so there is no drift. Only this case is replaced: a
-    # NaN in an input must stay visible to the caller.
+    # Two equal infinities mean that both models rule the token out, so there is no drift. Only this case is replaced:
+    # a NaN in an input must stay visible to the caller.
     same_inf = torch.isinf(logps) & (logps == ref_logps)
     log_ratio = torch.where(same_inf, 0.0, logps - ref_logps)
     return log_ratio.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO)
@@ -56,9 +56,9 @@ def register_kl_estimator(name: str) -> Callable[[KLEstimator], KLEstimator]:
     """
     Function decorator that makes an estimator available by name.
 
-    The function maps the log-ratio `log pi(token) - log pi_ref(token)`, in fp32 and of shape `(B, T)`, to the KL of each
-    token. The log-ratio is finite and lies within `±MAX_ABS_LOG_RATIO`; a function that takes its exponential should
-    limit it to `MAX_LOG_RATIO` first.
+    The function maps the log-ratio `log pi(token) - log pi_ref(token)`, in fp32 and of shape `(B, T)`, to the KL of
+    each token. The log-ratio lies within `±MAX_ABS_LOG_RATIO`; a function that takes its exponential
+    should limit it to `MAX_LOG_RATIO` first.
 
     Args:
         name (`str`):
@@ -82,16 +82,11 @@ def register_kl_estimator(name: str) -> Callable[[KLEstimator], KLEstimator]:
     """
 
     def register(function: KLEstimator) -> KLEstimator:
-        known = _ESTIMATORS.get(name)
+        known = _ESTIMATORS.get(name, function)
+        taken, ours = (f"{each.__module__}.{each.__qualname__}" for each in (known, function))
         # Running a notebook cell again defines the same function again. Only a different function is a conflict.
-        if known is not None and (known.__module__, known.__qualname__) != (
-            function.__module__,
-            function.__qualname__,
-        ):
-            raise ValueError(
-                f"KL estimator name {name!r} is taken by {known.__module__}.{known.__qualname__}. Choose another name for "
-                f"{function.__module__}.{function.__qualname__}."
-            )
+        if taken != ours:
+            raise ValueError(f"KL estimator name {name!r} is taken by {taken}. Choose another name for {ours}.")
         _ESTIMATORS[name] = function
         return function
 
@@ -108,9 +103,9 @@ def _k2(log_ratio: torch.Tensor) -> torch.Tensor:
     return 0.5 * log_ratio.square()
 
 
-# The exponential estimators limit every occurrence of the log-ratio, not only the one inside `exp`: beyond the limit, an
-# unlimited linear term alone would have a gradient of the wrong sign. `expm1` keeps the digits that `exp(x) - 1` loses
-# near 0, where training spends most of its time, and the last clamp removes negative rounding errors.
+# The exponential estimators limit every occurrence of the log-ratio, not only the one inside `exp`: beyond the limit,
+# an unlimited linear term alone would have a gradient of the wrong sign. `expm1` keeps the digits that `exp(x) - 1`
+# loses near 0, where training spends most of its time, and the last clamp removes negative rounding errors.
 
 
 @register_kl_estimator("k3")
@@ -256,8 +251,8 @@ def full_kl_and_logps(
             See [`estimate_full_kl`].
 
     Returns:
-        `tuple[torch.Tensor, ...]`: The KL and, if `tokens` are given, their log-probs under policy and reference; all fp32
-        and of shape `hidden.shape[:-1]`.
+        `tuple[torch.Tensor, ...]`: The KL and, if `tokens` are given, their log-probs under policy and reference; all
+        fp32 and of shape `hidden.shape[:-1]`.
     """
     if hidden.ndim == 0 or ref_hidden.ndim == 0 or hidden.shape[:-1] != ref_hidden.shape[:-1]:
         raise ValueError(

@@ -21,8 +21,8 @@ PICKLE_FILE = "adapter_model.bin"
 _PLAIN_LORA = set(
     """
     alpha_pattern auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config exclude_modules
-    fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_bias
-    lora_dropout lora_ga_config modules_to_save peft_type peft_version r rank_pattern revision runtime_config
+    fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha
+    lora_bias lora_dropout lora_ga_config modules_to_save peft_type peft_version r rank_pattern revision runtime_config
     target_modules target_parameters task_type trainable_token_indices use_dora use_rslora
     """.split()
 )
@@ -109,8 +109,8 @@ def frozen_config(config: PeftConfig, initialised: bool = False) -> PeftConfig:
             )
         if config.init_lora_weights not in PLAIN_INITS and not initialised:
             raise UnusableAdapterError(
-                f"it was initialised with {config.init_lora_weights!r}, which rewrites the base weights that policy and "
-                "reference share. Convert it to a plain LoRA adapter first."
+                f"it was initialised with {config.init_lora_weights!r}, which rewrites the base weights that policy "
+                "and reference share. Convert it to a plain LoRA adapter first."
             )
         config.init_lora_weights = True
         config.lora_dropout = 0.0

@@ -45,9 +45,9 @@ def copy_trained_adapter(model: PeftModel) -> str:
 
 def load_reference_adapter(model: PeftModel, path: str) -> str:
     """
-    Load the adapter at `path` into the policy, frozen, under [`REFERENCE_ADAPTER`]. Only a local safetensors file is read
-    and nothing is unpickled. Every fault of the adapter is found on a weightless copy of the model, before the real one
-    is changed.
+    Load the adapter at `path` into the policy, frozen, under [`REFERENCE_ADAPTER`]. Only a local safetensors file is
+    read and nothing is unpickled. Every fault of the adapter is found on a weightless copy of the model, before the
+    real one is changed.
 
     Args:
         model ([`~peft.PeftModel`]):
@@ -69,8 +69,8 @@ def load_reference_adapter(model: PeftModel, path: str) -> str:
     theirs = config.base_model_name_or_path
     if ours and theirs and ours != theirs:
         warnings.warn(
-            f"The adapter at {path!r}, the KL reference, was trained on the base model {theirs!r}, but the policy's is "
-            f"{ours!r}. Their shapes agree, but their weights may differ.",
+            f"The adapter at {path!r}, the KL reference, was trained on the base model {theirs!r}, but the policy's "
+            f"is {ours!r}. Their shapes agree, but their weights may differ.",
             stacklevel=2,
         )
     _attach(model, config, weights)
@@ -170,7 +170,8 @@ def _without_base_weights(model: PeftModel, weights: Weights, expected: Weights)
             if own.shape != weights[name].shape or not torch.equal(weights[name].to(own.device, own.dtype), own):
                 raise UnusableAdapterError(
                     f"it carries {name!r}, a base weight, with other values than the policy's, which it would share. "
-                    "Save it with `save_embedding_layers=False`, and set its new embeddings on the policy's base model."
+                    "Save it with `save_embedding_layers=False`, and set its new embeddings on the policy's base "
+                    "model."
                 )
             weights = {key: tensor for key, tensor in weights.items() if key != name}
     return weights

@@ -64,8 +64,8 @@ class KLReference:
 
     def state(self) -> Weights:
         """
-        The weights that a checkpoint must hold because no other file does: those of a moving reference and of an initial
-        adapter. They are joined; if they are sharded, every process must call this.
+        The weights that a checkpoint must hold because no other file does: those of a moving reference and of an
+        initial adapter. They are joined; if they are sharded, every process must call this.
         """
         if self.mover is None:
             return self.whole_weights() if self.initial_adapter else {}

@@ -22,7 +22,7 @@ from .peft_adapters import adapter_tensors, trained_adapter
 
 
 class ReferenceArgs(Protocol):
-    """The part of a config that the built-in kinds read, besides the field that chooses the kind."""
+    """The part of a config that the built-in kinds read, in addition to the field that chooses the kind."""
 
     @property
     def output_dir(self) -> str | None: ...
@@ -186,8 +186,9 @@ class ReferenceBuilder:
         trained = [name for name, weight in weights if weight.requires_grad and id(weight) not in own]
         if trained:
             raise ValueError(
-                f"The policy trains {trained[0]!r}, a weight of the base model. The KL reference shares this weight and "
-                "would change with it. Train with `bias='none'` and through `modules_to_save`, or without an adapter."
+                f"The policy trains {trained[0]!r}, a weight of the base model. The KL reference shares this weight "
+                "and would change with it. Train with `bias='none'` and through `modules_to_save`, or without an "
+                "adapter."
             )
 
     def check_base_is_whole(self) -> None:
@@ -196,10 +197,10 @@ class ReferenceBuilder:
         init = getattr(config, "init_lora_weights", True)
         if init not in PLAIN_INITS:
             raise ValueError(
-                f"The policy's adapter was initialised with `init_lora_weights={init!r}`, which moves a part of the base "
-                "weights into the adapter. What remains is not the base model any more, so neither the base model nor an "
-                "adapter of another run can be the KL reference. Set `kl_penalty_reference_step=0` for the policy as it "
-                "starts, or initialise the adapter differently."
+                f"The policy's adapter was initialised with `init_lora_weights={init!r}`, which moves a part of the "
+                "base weights into the adapter. What remains is not the base model any more, so neither the base "
+                "model nor an adapter of another run can be the KL reference. Set `kl_penalty_reference_step=0` for "
+                "the policy as it starts, or initialise the adapter differently."
             )
 
 
@@ -210,9 +211,9 @@ def _check_engine(kind: ReferenceKind, value: Any, builder: ReferenceBuilder) ->
         return
     if builder.has_adapter and kind.shares_base:
         raise ValueError(
-            "The KL reference of a PEFT policy cannot be served by FSDP version 1, which joins the weights only inside "
-            "its own forward pass, with the trained adapter. Set `fsdp_version: 2` in the config file of `accelerate "
-            "launch`."
+            "The KL reference of a PEFT policy cannot be served by FSDP version 1, which joins the weights only "
+            "inside its forward pass, with the trained adapter. Set `fsdp_version: 2` in the config file of "
+            "`accelerate launch`."
         )
     if kind.moves:
         choice, remedy = f"{kind.field}={value!r}", "choose a reference that stands still."

@@ -62,8 +62,8 @@ class ReferenceKind:
     def build_for_model(self, value: Any, builder: ReferenceBuilder) -> KLReference:
         """Build the reference of a policy without an adapter, for full fine-tuning."""
         raise ValueError(
-            f"`{self.field}={value!r}` needs a PEFT policy, got {type(builder.policy).__name__}. Pass a `peft_config` or "
-            "a `PeftModel`, or choose another reference."
+            f"`{self.field}={value!r}` needs a PEFT policy, got {type(builder.policy).__name__}. Pass a `peft_config` "
+            "or a `PeftModel`, or choose another reference."
         )
 
 
@@ -102,13 +102,11 @@ def register_reference_kind(cls: _Kind) -> _Kind:
     ...     ref_hundreds: int | None = None
     ```
     """
-    known = _KINDS.get(cls.field)
+    known, name = _KINDS.get(cls.field), f"{cls.__module__}.{cls.__qualname__}"
+    known_name = None if known is None else f"{type(known).__module__}.{type(known).__qualname__}"
     # Running a notebook cell again defines the same class again. Only a different class is a conflict.
-    if known is not None and (type(known).__module__, type(known).__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ValueError(
-            f"The config field {cls.field!r} already chooses {type(known).__module__}.{type(known).__qualname__}. Give "
-            f"{cls.__module__}.{cls.__qualname__} another field."
-        )
+    if known_name not in (None, name):
+        raise ValueError(f"The config field {cls.field!r} already chooses {known_name}. Give {name} another field.")
     _KINDS[cls.field] = cls()
     return cls
 
@@ -220,6 +218,6 @@ class NamedAdapterKind(ReferenceKind):
 
     def build_for_model(self, value: str, builder: ReferenceBuilder) -> KLReference:
         raise ValueError(
-            f"`ref_adapter_name={value!r}` is not an adapter of the policy, which has {builder.adapter_names}. Load it "
-            "into the policy, or give its folder as `kl_ref_adapter_path`."
+            f"`ref_adapter_name={value!r}` is not an adapter of the policy, which has {builder.adapter_names}. Load "
+            "it into the policy, or give its folder as `kl_ref_adapter_path`."
         )

@@ -69,8 +69,8 @@ def _prepare(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         prepared = prepare_deepspeed(model, accelerator)
     elif fsdp_plugin is not None and fsdp_plugin.fsdp_version == 2:
-        # This shards layer by layer as for the policy, and takes the weights from the main process if only that one has
-        # loaded them. TRL's function would join the whole model at once and trust the weights of every process.
+        # This shards layer by layer as for the policy, and takes the weights from the main process if only that one
+        # has loaded them. TRL's function would join the whole model at once and trust the weights of every process.
         prepared = fsdp2_prepare_model(accelerator, model).requires_grad_(False).eval()
     elif fsdp_plugin is not None:
         prepared = cast(nn.Module, prepare_fsdp(model, accelerator))

@@ -84,7 +84,9 @@ class _Snapshots:
         self._size = 0
 
     def write(self, slot: int, weights: Weights, like: Weights) -> None:
-        """Write a copy of `weights` to a slot, in the dtypes of `like`. Its names, shapes and order must never change."""
+        """
+        Write a copy of `weights` to a slot, in the dtypes of `like`. Its names, shapes and order must never change.
+        """
         if self._file is None:
             os.makedirs(self.folder, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=self.folder, prefix="_kl_ref_lag")

@@ -49,8 +49,8 @@ def is_sharded(weight: torch.Tensor) -> bool:
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
     """
-    The part of a weight that this process holds, which may be flattened; the weight itself if it is not sharded. Values
-    written to the part reach the weight after [`use_written_parts`].
+    The part of a weight that this process holds, which may be flattened; the weight itself if it is not sharded.
+    Values written to the part reach the weight after [`use_written_parts`].
     """
     if _is_zero3(weight):
         return weight.ds_tensor
@@ -69,7 +69,8 @@ def join_parts(weight: torch.Tensor, part: torch.Tensor | None = None) -> torch.
         weight (`torch.Tensor`):
             Weight, which tells how it is sharded.
         part (`torch.Tensor`, *optional*):
-            Part that this process holds of other values with the same layout. If unset, the weight's values are joined.
+            Part that this process holds of other values with the same layout. If unset, the weight's values are
+            joined.
     """
     part = local_part(weight) if part is None else part
     if _is_zero3(weight):
@@ -90,7 +91,9 @@ def join_parts(weight: torch.Tensor, part: torch.Tensor | None = None) -> torch.
 
 
 def cut_part(weight: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The part of `whole` that this process holds if `whole` is sharded like `weight`. The inverse of [`join_parts`]."""
+    """
+    The part of `whole` that this process holds if `whole` is sharded like `weight`. The inverse of [`join_parts`].
+    """
     if _is_zero3(weight):
         size, rank = weight.ds_tensor.numel(), torch.distributed.get_rank(weight.ds_process_group)
         missing = size * torch.distributed.get_world_size(weight.ds_process_group) - whole.numel()
@@ -113,7 +116,9 @@ def use_written_parts(weights: Iterable[torch.Tensor]) -> None:
 
 
 def shard_again(model: nn.Module) -> None:
-    """Shard the parameters that FSDP2 left joined after a forward pass. Values written to joined ones would be lost."""
+    """
+    Shard the parameters that FSDP2 left joined after a forward pass. Values written to joined ones would be lost.
+    """
     # Older versions of torch have no FSDP2.
     fsdp_module: Any = getattr(torch.distributed.fsdp, "FSDPModule", ())
     sharded: list[Any] = [module for module in model.modules() if isinstance(module, fsdp_module)]
@@ -123,8 +128,8 @@ def shard_again(model: nn.Module) -> None:
 
 def broadcast_from_main(value: Value) -> Value:
     """
-    The main process's value, for facts about the weights of a model. With `fsdp_cpu_ram_efficient_loading`, only the main
-    process has loaded them until they are sharded.
+    The main process's value, for facts about the weights of a model. With `fsdp_cpu_ram_efficient_loading`, only the
+    main process has loaded them until they are sharded.
     """
     if not is_fsdp_enabled():
         return value
@@ -136,9 +141,9 @@ def broadcast_from_main(value: Value) -> Value:
 @contextmanager
 def loaded_whole() -> Iterator[None]:
     """
-    Make `from_pretrained` load a complete model on every process. Use it for models that a script calls itself, such as a
-    reward model: ZeRO-3 would partition them, and `fsdp_cpu_ram_efficient_loading` would leave their weights at zero on
-    all processes except the main one.
+    Make `from_pretrained` load a complete model on every process. Use it for models that a script calls itself, such
+    as a reward model: ZeRO-3 would partition them, and `fsdp_cpu_ram_efficient_loading` would leave their weights at
+    zero on all processes except the main one.
     """
     variable = "FSDP_CPU_RAM_EFFICIENT_LOADING"
     setting = os.environ.get(variable)
