@@ -9,11 +9,9 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from tiny import build_model, lora
-from trl_klx.references.peft_io import (
-    REFERENCE_ADAPTER,
-    adapter_active,
-    hash_tensors,
-)
+from trl_klx.references.adapter_loading import REFERENCE_ADAPTER
+from trl_klx.references.fingerprint import hash_tensors
+from trl_klx.references.peft_adapters import adapter_active
 
 
 IDS = torch.arange(4, 28).reshape(2, 12)

@@ -19,16 +19,9 @@ from adapter_checks import (
     untouched,
 )
 from tiny import build_model, lora
-from trl_klx.references.peft_io import (
-    REFERENCE_ADAPTER,
-    adapter_active,
-    adapter_tensors,
-    copy_trained_adapter,
-    hash_tensors,
-    load_reference_adapter,
-    only_trained_adapter,
-    trained_adapter,
-)
+from trl_klx.references.adapter_loading import REFERENCE_ADAPTER, copy_trained_adapter, load_reference_adapter
+from trl_klx.references.fingerprint import hash_tensors
+from trl_klx.references.peft_adapters import adapter_active, adapter_tensors, only_trained_adapter, trained_adapter
 
 
 # ---- Adapters that serve ----

@@ -27,12 +27,8 @@ from adapter_checks import (
     untouched,
 )
 from tiny import build_model, lora
-from trl_klx.references.peft_io import (
-    REFERENCE_ADAPTER,
-    adapter_tensors,
-    copy_trained_adapter,
-    load_reference_adapter,
-)
+from trl_klx.references.adapter_loading import REFERENCE_ADAPTER, copy_trained_adapter, load_reference_adapter
+from trl_klx.references.peft_adapters import adapter_tensors
 
 
 def refused(path, reason: str, policy: PeftModel | None = None) -> str:
@@ -127,7 +123,7 @@ def test_adapter_of_another_type(tmp_path):
 def test_prompt_tuning(tmp_path):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     save(tmp_path, get_peft_model(build_model(), config))
-    refused(tmp_path, "it is of type PROMPT_TUNING, which cannot stand beside another adapter")
+    refused(tmp_path, "it is of type PROMPT_TUNING, which cannot be combined with another adapter")
 
 
 def test_no_weights(tmp_path):

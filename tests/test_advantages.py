@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_klx.maths import advantages
+from trl_klx.maths import _scans
 from trl_klx.maths.advantages import (
     center_kl_advantages,
     discount_kl,
@@ -108,7 +108,7 @@ class TestDiscountKL:
         assert discount_kl(kl, mask, 0.0).tolist() == [[1.0, 0.0, 4.0]]
 
     def test_a_few_rows_at_a_time(self, monkeypatch):
-        monkeypatch.setattr(advantages, "_CHUNK", 2 * 40 // torch.get_num_threads())
+        monkeypatch.setattr(_scans, "_CHUNK", 2 * 40 // torch.get_num_threads())
         kl, mask = random_case(0, batch=7, length=40)
         mask[:2], mask[2:4] = True, torch.arange(40) < 9
         result = discount_kl(torch.where(mask, kl, NAN), mask, 0.9)

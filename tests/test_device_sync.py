@@ -35,7 +35,7 @@ HOSTS = tuple(str(Path(module.__file__).parent) for module in (transformers, trl
 # What hands the numbers of a tensor to Python, or needs them for the shape of its result.
 WAITING = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"}
 # Asked where the tensors are on CPU only, see `test_maths_does_not_wait`.
-CPU_ONLY = {"selector", "_has_no_holes"}
+CPU_ONLY = {"selector", "has_no_holes"}
 
 
 class Waits(TorchDispatchMode):

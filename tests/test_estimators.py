@@ -57,7 +57,7 @@ class TestValues:
         )
 
     def test_every_name_is_covered(self):
-        assert KL_ESTIMATORS == ("k1", "k2", "k3", "abs", "full", "trlx", "importance")
+        assert tuple(KL_ESTIMATORS) == ("k1", "k2", "k3", "abs", "full", "trlx", "importance")
 
     def test_default_is_k1_policy_minus_reference(self):
         assert estimate_kl(torch.tensor([[-1.0]]), torch.tensor([[-3.0]])).item() == 2.0

@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from test_fuzz_state import FUZZ, changed, damaged_bytes, damaged_header
 from tiny import trained_lora
-from trl_klx.references.peft_io import REFERENCE_ADAPTER, adapter_active, hash_tensors, load_reference_adapter
+from trl_klx.references.adapter_loading import REFERENCE_ADAPTER, load_reference_adapter
+from trl_klx.references.fingerprint import hash_tensors
+from trl_klx.references.peft_adapters import adapter_active
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

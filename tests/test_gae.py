@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_klx.maths import advantages as advantages_module
+from trl_klx.maths import _scans
 from trl_klx.maths.gae import clipped_value_loss, compute_gae, shape_rewards
 
 
@@ -79,7 +79,7 @@ class TestComputeGAE:
 
     def test_a_few_rows_at_a_time(self, monkeypatch):
         # Chunks of two rows: without padding, with padding, with nothing else, with holes.
-        monkeypatch.setattr(advantages_module, "_CHUNK", 2 * 40 // torch.get_num_threads())
+        monkeypatch.setattr(_scans, "_CHUNK", 2 * 40 // torch.get_num_threads())
         rewards, values, mask = random_case(0, batch=9, length=40)
         lengths = torch.tensor([40, 40, 7, 40, 0, 0])
         mask[:6] = torch.arange(40) < lengths[:, None]

@@ -27,8 +27,8 @@ from reference_checks import (
 )
 from tiny import build_model, build_trainer, lora
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
+from trl_klx.references.adapter_loading import REFERENCE_ADAPTER
 from trl_klx.references.moving import LaggedReference, SyncedReference
-from trl_klx.references.peft_io import REFERENCE_ADAPTER
 
 
 # ---- Runs, and what is looked at in them ----

@@ -28,8 +28,10 @@ from reference_checks import (
 )
 from tiny import build_model, logged, lora
 from trl_klx import KLXGRPOConfig
-from trl_klx.references.peft_io import REFERENCE_ADAPTER, hash_tensors
-from trl_klx.references.resolution import _check_engine, fingerprint, saved_steps
+from trl_klx.references.adapter_loading import REFERENCE_ADAPTER
+from trl_klx.references.building import resolve_reference
+from trl_klx.references.fingerprint import fingerprint, hash_tensors
+from trl_klx.references.loading import saved_steps
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +194,7 @@ def test_pickled_checkpoint_is_never_loaded(tmp_path, checkpoints):
 def test_policy_that_trains_the_base_weights_which_the_reference_shares(tmp_path, fields):
     message = refusal(tmp_path, model=trained_policy(bias="all"), **fields)
     assert "The policy trains 'base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias'" in message
-    assert "which the KL reference shares" in message and "`bias='none'`" in message
+    assert "The KL reference shares this weight" in message and "`bias='none'`" in message
     thawed = trained_policy()
     thawed.get_base_model().lm_head.weight.requires_grad_(True)
     assert "The policy trains 'base_model.model.lm_head.weight'" in refusal(tmp_path, model=thawed, **fields)
@@ -231,9 +233,9 @@ def test_what_fsdp1_cannot_do(fields, message, tmp_path):
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
     args = KLXGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, kl_penalty_coef=0.1, **fields)
     with pytest.raises(ValueError, match=message):
-        _check_engine(args, accelerator, build_model(), moving="kl_statistic" not in fields)
+        resolve_reference(args, build_model(), accelerator)
     with pytest.raises(ValueError, match="reference of a PEFT policy cannot be served by FSDP version 1"):
-        _check_engine(args, accelerator, trained_policy(), moving=False)
+        resolve_reference(args, trained_policy(), accelerator)
 
 
 # ---- Full models of every kind ----

@@ -26,7 +26,7 @@ from resumption import build_run, kill_self, outcome
 from tiny import trained_lora
 from tiny_ppo import build_resumed_run, ppo_outcome
 from trl_klx.checkpoints.integrity import checkpoint_fault
-from trl_klx.references.resolution import saved_steps
+from trl_klx.references.loading import saved_steps
 
 
 torch.set_num_threads(1)

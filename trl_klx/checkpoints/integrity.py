@@ -10,7 +10,7 @@ import zipfile
 
 from trl import GRPOConfig, RLOOConfig
 
-from ..references.resolution import saved_steps
+from ..references.loading import saved_steps
 from .kl_state import read_json, read_kl_state
 
 

@@ -8,9 +8,10 @@ from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..references.adapter_files import WEIGHTS_FILE
+from ..references.loading import saved_steps
 from ..references.moving import Weights
-from ..references.peft_io import WEIGHTS_FILE, only_trained_adapter, trained_adapter
-from ..references.resolution import AdapterReference, saved_steps
+from ..references.peft_adapters import only_trained_adapter, trained_adapter
 from .integrity import choose_checkpoint, mark_unfinished
 from .kl_state import check_kl_reference, read_kl_reference, read_kl_state, write_kl_state
 
@@ -23,16 +24,6 @@ class KLXCheckpointMixin:
 
     # The limit that `_save_checkpoint` has taken over from the host, while it runs.
     _klx_save_total_limit = None
-
-    @property
-    def _klx_starts_from_adapter(self) -> bool:
-        """Whether the reference is the adapter that the run began with, which no file but ours has."""
-        identity = self.kl_reference.identity
-        return isinstance(self.kl_reference, AdapterReference) and identity.get("step") == 0
-
-    def _klx_reference_state(self) -> Weights:
-        """Weights of the reference that a checkpoint must carry."""
-        return self.kl_reference.whole_weights() if self._klx_starts_from_adapter else self.kl_reference.state()
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if self.kl_reference is not None and resume_from_checkpoint:
@@ -68,7 +59,7 @@ class KLXCheckpointMixin:
             )
             return
         # Before the host's files: a checkpoint that the host holds for complete then has this state too.
-        reference = self._klx_reference_state()  # on every process, each of which may hold a part of it
+        reference = self.kl_reference.state()  # on every process, because each may hold a part of it
         if self.args.should_save:
             mark_unfinished(folder)
             write_kl_state(folder, self.kl_control.state_dict(), reference)
@@ -130,9 +121,9 @@ class KLXCheckpointMixin:
     def _klx_load_reference(self, saved: dict, checkpoint: str) -> None:
         if self.kl_reference.mover is not None:
             self.kl_reference.load_state(self._klx_reference_weights(checkpoint))
-        elif self._klx_starts_from_adapter and saved.get("hash") != self.kl_reference.identity["hash"]:
+        elif self.kl_reference.initial_adapter and saved.get("hash") != self.kl_reference.identity["hash"]:
             # A new adapter starts from noise, which need not have been seeded. The run's own start is in the checkpoint.
-            self.kl_reference.load_weights(self._klx_reference_weights(checkpoint))
+            self.kl_reference.load_state(self._klx_reference_weights(checkpoint))
             self.kl_reference.identity["hash"] = saved.get("hash")
 
     def _klx_reference_weights(self, checkpoint: str) -> Weights:
@@ -145,7 +136,7 @@ class KLXCheckpointMixin:
 
     def _klx_check_reference(self, saved: dict, checkpoint: str) -> None:
         # A reference may have moved to another folder; its kind and its weights must be the same.
-        free = {"path", "hash"} if self._klx_starts_from_adapter else {"path"}
+        free = {"path", "hash"} if self.kl_reference.initial_adapter else {"path"}
         now = {key: value for key, value in self.kl_reference.identity.items() if key not in free}
         then = {key: value for key, value in saved.items() if key not in free}
         if now != then:

@@ -89,7 +89,7 @@ def find_folders(root: Path) -> list[Path]:
     Checkpoints by step, the run's own folder if it holds weights, and every folder down to the second level that holds
     an adapter. PEFT saves an adapter of any other name than "default" into a folder of that name.
     """
-    from ..references.resolution import saved_steps
+    from ..references.loading import saved_steps
 
     found = []
     for checkpoint in (root / f"checkpoint-{step}" for step in saved_steps(str(root))):
@@ -108,7 +108,7 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _holds_adapter(folder: Path) -> bool:
-    from ..references.peft_io import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE
+    from ..references.adapter_files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE
 
     return any((folder / name).is_file() for name in (CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE))
 
@@ -151,12 +151,13 @@ def examine(folder: Path, root: Path, read=lambda size: None) -> Candidate:
 
 
 def _adapter_hash(folder: Path, read) -> str:
-    from ..references.peft_io import _BadAdapterError, _read_config, _read_weights, hash_tensors
+    from ..references.adapter_files import UnusableAdapterError, read_adapter_config, read_adapter_weights
+    from ..references.fingerprint import hash_tensors
 
     try:
-        _read_config(str(folder))
-        weights = _read_weights(str(folder))
-    except _BadAdapterError as error:
+        read_adapter_config(str(folder))
+        weights = read_adapter_weights(str(folder))
+    except UnusableAdapterError as error:
         raise ValueError(str(error)) from error
     for name, weight in weights.items():
         _check_weight(name, weight)
@@ -165,7 +166,7 @@ def _adapter_hash(folder: Path, read) -> str:
 
 
 def _model_hash(folder: Path, read) -> str:
-    from ..references.resolution import fingerprint
+    from ..references.fingerprint import fingerprint
 
     shards = _shards(folder)
     if not shards:

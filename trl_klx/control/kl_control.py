@@ -10,8 +10,9 @@ from accelerate.logging import get_logger
 
 from ..controllers.drift import DriftMonitor
 from ..controllers.rules import KLController
-from ..maths.estimators import estimate_full_kl, estimate_kl, full_kl_and_logps, kl_totals
-from ..references.resolution import KLReference
+from ..maths.estimators import estimate_full_kl, estimate_kl, full_kl_and_logps
+from ..maths.totals import kl_totals
+from ..references.base import KLReference
 from .exact_kl import Head
 from .rollout import Rollout, Scored, TokenKL
 

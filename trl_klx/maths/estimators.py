@@ -1,55 +1,43 @@
 """
-Per-token estimates of KL(policy || reference), and the sums that turn them into one number.
+Per-token estimates of KL(policy || reference).
 
 Every function takes tensors and returns new tensors. The sign is the same everywhere: the log-ratio is policy minus
 reference, so on tokens sampled from the policy it is positive on average.
+
+To add an estimator, write one function of the log-ratio and decorate it with [`register_kl_estimator`].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ._tensors import check_same_shape as check_same_shape
+from ._tensors import wide_dtype as wide_dtype
+from .totals import kl_totals as kl_totals
+from .totals import sum_kl_per_sequence as sum_kl_per_sequence
 
-KL_ESTIMATORS: tuple[str, ...] = ("k1", "k2", "k3", "abs", "full", "trlx", "importance")
+
+KLEstimator = Callable[[torch.Tensor], torch.Tensor]
+
+_ESTIMATORS: dict[str, KLEstimator] = {}
+# Names of all registered estimators, in the order of registration. This view also shows those registered later.
+KL_ESTIMATORS: KeysView[str] = _ESTIMATORS.keys()
 KL_UNITS: tuple[str, ...] = ("sequence", "token")
 
-# exp(20) = 4.9e8 is far beyond any KL worth telling apart, and leaves fp32 room for a sum over a whole batch.
+# exp(20) = 4.9e8 exceeds any KL that matters in practice, and a sum of such values over a whole batch still fits fp32.
 MAX_LOG_RATIO = 20.0
 
-# Bound of the log-ratio itself, for tokens that one of the two models gives probability 0. Its square (1e10, in `k2`)
-# is finite, and no log-ratio of two finite log-probs of a language model comes near it.
+# Bound of the log-ratio itself, for tokens to which one of the two models gives probability 0. Its square (1e10, in
+# `k2`) is finite, and no log-ratio of two finite log-probs of a language model comes near it.
 MAX_ABS_LOG_RATIO = 1e5
-
-
-def check_same_shape(ndim: int | None = None, **tensors: torch.Tensor) -> None:
-    """
-    Raise if the tensors differ in shape, because broadcasting would turn a mistake into a plausible number.
-
-    Args:
-        ndim (`int`, *optional*):
-            Number of dimensions that all of them must have.
-        **tensors (`torch.Tensor`):
-            The tensors, by the name to show in the message.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    text = ", ".join(f"`{name}` {shape}" for name, shape in shapes.items())
-    if len(set(shapes.values())) > 1:
-        raise ValueError(f"Shapes must be equal, but got {text}.")
-    if ndim is not None and any(len(shape) != ndim for shape in shapes.values()):
-        raise ValueError(f"Expected {ndim} dimensions, but got {text}.")
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """The widest float for sums on this device: fp64, except where the backend may have none (MPS, XPU)."""
-    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 def _upcast(tensor: torch.Tensor) -> torch.Tensor:
     upcast = tensor.float()
     if tensor.dtype == torch.float16 and upcast.requires_grad:
-        # A gradient such as exp(15) is finite here and becomes inf when autograd casts it back to fp16.
+        # A gradient such as exp(15) is finite here, but becomes inf when autograd casts it back to fp16.
         largest = torch.finfo(torch.float16).max
         upcast.register_hook(lambda grad: grad.clamp(-largest, largest))  # type: ignore[no-untyped-call]
     return upcast
@@ -57,11 +45,98 @@ def _upcast(tensor: torch.Tensor) -> torch.Tensor:
 
 def _log_ratio(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
     logps, ref_logps = _upcast(logps), _upcast(ref_logps)
-    # Two equal infinities mean that both models rule the token out: no drift. Only this case is replaced, so that a
-    # NaN that was already in an input stays visible to the caller.
+    # Two equal infinities mean that both models rule the token out, so there is no drift. Only this case is replaced:
+    # a NaN in an input must stay visible to the caller.
     same_inf = torch.isinf(logps) & (logps == ref_logps)
     log_ratio = torch.where(same_inf, 0.0, logps - ref_logps)
     return log_ratio.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO)
+
+
+def register_kl_estimator(name: str) -> Callable[[KLEstimator], KLEstimator]:
+    """
+    Function decorator that makes an estimator available by name.
+
+    The function maps the log-ratio `log pi(token) - log pi_ref(token)`, in fp32 and of shape `(B, T)`, to the KL of
+    each token. The log-ratio lies within `±MAX_ABS_LOG_RATIO`; a function that takes its exponential
+    should limit it to `MAX_LOG_RATIO` first.
+
+    Args:
+        name (`str`):
+            Name for [`estimate_kl`], and for `kl_estimator` in a config.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from trl_klx.maths.estimators import estimate_kl, register_kl_estimator
+
+
+    >>> @register_kl_estimator("huber")
+    ... def huber(log_ratio):
+    ...     return torch.where(log_ratio.abs() < 1, 0.5 * log_ratio.square(), log_ratio.abs() - 0.5)
+
+
+    >>> estimate_kl(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-3.0, -1.5]]), "huber")
+    tensor([[1.5000, 0.1250]])
+    ```
+    """
+
+    def register(function: KLEstimator) -> KLEstimator:
+        known = _ESTIMATORS.get(name, function)
+        taken, ours = (f"{each.__module__}.{each.__qualname__}" for each in (known, function))
+        # Running a notebook cell again defines the same function again. Only a different function is a conflict.
+        if taken != ours:
+            raise ValueError(f"KL estimator name {name!r} is taken by {taken}. Choose another name for {ours}.")
+        _ESTIMATORS[name] = function
+        return function
+
+    return register
+
+
+@register_kl_estimator("k1")
+def _k1(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio
+
+
+@register_kl_estimator("k2")
+def _k2(log_ratio: torch.Tensor) -> torch.Tensor:
+    return 0.5 * log_ratio.square()
+
+
+# The exponential estimators limit every occurrence of the log-ratio, not only the one inside `exp`: beyond the limit,
+# an unlimited linear term alone would have a gradient of the wrong sign. `expm1` keeps the digits that `exp(x) - 1`
+# loses near 0, where training spends most of its time, and the last clamp removes negative rounding errors.
+
+
+@register_kl_estimator("k3")
+def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    log_ratio = log_ratio.clamp(min=-MAX_LOG_RATIO)
+    return (torch.expm1(-log_ratio) + log_ratio).clamp(min=0.0)
+
+
+@register_kl_estimator("abs")
+def _abs(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.abs()
+
+
+@register_kl_estimator("full")
+def _full(log_ratio: torch.Tensor) -> torch.Tensor:
+    raise ValueError(
+        "KL estimator 'full' needs the whole distributions, not the log-probs of the sampled tokens. Use "
+        "`estimate_full_kl`."
+    )
+
+
+@register_kl_estimator("trlx")
+def _trlx(log_ratio: torch.Tensor) -> torch.Tensor:
+    log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
+    return (torch.expm1(log_ratio) - log_ratio).clamp(min=0.0)
+
+
+@register_kl_estimator("importance")
+def _importance(log_ratio: torch.Tensor) -> torch.Tensor:
+    log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
+    return log_ratio.exp() * log_ratio
 
 
 def estimate_kl(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str = "k1") -> torch.Tensor:
@@ -80,8 +155,8 @@ def estimate_kl(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str = "k1") 
     On samples from the policy `k1` and `k3` are unbiased; `importance` is unbiased only on samples from the reference.
     See [Schulman (2020)](http://joschu.net/blog/kl-approx.html) for `k1`, `k2` and `k3`.
 
-    The maths is fp32. `lr` is limited to `±MAX_ABS_LOG_RATIO`, and to `MAX_LOG_RATIO` on the side where its
-    exponential grows; inside these limits values are exact, beyond them the value is the one at the limit and the
+    The computation is in fp32. `lr` is limited to `±MAX_ABS_LOG_RATIO`, and to `MAX_LOG_RATIO` on the side where its
+    exponential grows. Inside these limits values are exact; beyond them the value is the one at the limit and the
     gradient is 0. So no input yields inf, and only a NaN input yields NaN (`inf - inf` counts as no drift).
 
     Args:
@@ -97,32 +172,9 @@ def estimate_kl(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str = "k1") 
         `torch.Tensor`: Per-token KL in nats, fp32, shape `(B, T)`.
     """
     check_same_shape(logps=logps, ref_logps=ref_logps)
-    if kind == "full":
-        raise ValueError(
-            "KL estimator 'full' needs the whole distributions, not the log-probs of the sampled tokens. Use "
-            "`estimate_full_kl`."
-        )
-    if kind not in KL_ESTIMATORS:
+    if kind not in _ESTIMATORS:
         raise ValueError(f"Unknown KL estimator {kind!r}. Choose one of {', '.join(KL_ESTIMATORS)}.")
-
-    log_ratio = _log_ratio(logps, ref_logps)
-    if kind == "k1":
-        return log_ratio
-    if kind == "k2":
-        return 0.5 * log_ratio.square()
-    if kind == "abs":
-        return log_ratio.abs()
-    # In the exponential estimators every occurrence of the log-ratio is limited, not only the one inside `exp`: the
-    # linear term left alone would have a gradient of the wrong sign.
-    if kind == "k3":
-        log_ratio = log_ratio.clamp(min=-MAX_LOG_RATIO)
-        # `expm1` keeps the digits that `exp(x) - 1` loses near 0, where training spends its time. The last clamp
-        # removes negative rounding residue.
-        return (torch.expm1(-log_ratio) + log_ratio).clamp(min=0.0)
-    log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
-    if kind == "trlx":
-        return (torch.expm1(log_ratio) - log_ratio).clamp(min=0.0)
-    return log_ratio.exp() * log_ratio
+    return _ESTIMATORS[kind](_log_ratio(logps, ref_logps))
 
 
 def _full_kl_chunk(
@@ -138,12 +190,12 @@ def _full_kl_chunk(
     sampled = (
         () if tokens is None else tuple(x.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) for x in (logps, ref_logps))
     )
-    # Names are reused and dropped so that at most three (n, V) tensors are alive at once.
+    # Names are reused and deleted so that at most three (n, V) tensors are alive at once.
     log_ratio = logps - ref_logps
     del ref_logps
     probs = logps.exp()
     del logps
-    # 0 * log 0 is 0. Filling the log-ratio, rather than the product, keeps NaN out of the gradient too.
+    # 0 * log 0 is 0. Filling the log-ratio instead of the product also keeps NaN out of the gradient.
     log_ratio = log_ratio.masked_fill(probs == 0, 0.0).clamp(max=MAX_ABS_LOG_RATIO)
     return (probs * log_ratio).sum(dim=-1).clamp(min=0.0), *sampled
 
@@ -159,8 +211,8 @@ def estimate_full_kl(
     Exact KL(policy || reference) of the next-token distribution at each position.
 
     `kl = sum_v pi(v) * (log pi(v) - log ref(v))`, the expectation of `k1` over the token. Positions are processed
-    `chunk_size` at a time, so that no tensor of shape `(B, T, V)` exists; with gradients enabled a chunk's logits are
-    computed again in the backward pass for the same reason.
+    `chunk_size` at a time, so that no tensor of shape `(B, T, V)` exists. For the same reason, the backward pass
+    computes a chunk's logits again.
 
     Args:
         hidden (`torch.Tensor`):
@@ -190,17 +242,17 @@ def full_kl_and_logps(
     chunk_size: int = 256,
 ) -> tuple[torch.Tensor, ...]:
     """
-    [`estimate_full_kl`], and beside it what it has at hand: the log-probs of the tokens that were sampled.
+    [`estimate_full_kl`], together with the log-probs of the sampled tokens, which the same logits provide.
 
     Args:
         tokens (`torch.Tensor` or `None`):
             Token sampled at each position, shape `hidden.shape[:-1]`.
         hidden, ref_hidden, head, ref_head, chunk_size:
-            As in [`estimate_full_kl`].
+            See [`estimate_full_kl`].
 
     Returns:
-        `tuple[torch.Tensor, ...]`: The KL and, if `tokens` are given, their log-probs under policy and reference; all fp32
-        and of shape `hidden.shape[:-1]`.
+        `tuple[torch.Tensor, ...]`: The KL and, if `tokens` are given, their log-probs under policy and reference; all
+        fp32 and of shape `hidden.shape[:-1]`.
     """
     if hidden.ndim == 0 or ref_hidden.ndim == 0 or hidden.shape[:-1] != ref_hidden.shape[:-1]:
         raise ValueError(
@@ -224,44 +276,3 @@ def full_kl_and_logps(
         else:
             results.append(_full_kl_chunk(*arguments))
     return tuple(torch.cat(parts).reshape(shape) for parts in zip(*results, strict=True))
-
-
-def sum_kl_per_sequence(per_token_kl: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """
-    Sum the KL over the unmasked tokens of each sequence.
-
-    Args:
-        per_token_kl (`torch.Tensor`):
-            KL per token, shape `(B, T)`. Masked positions may hold anything, NaN included. Gradients flow to it.
-        mask (`torch.Tensor`):
-            Shape `(B, T)`, 1 = counts.
-
-    Returns:
-        `torch.Tensor`: KL per sequence in nats, fp32, shape `(B,)`; 0 for a sequence without unmasked tokens.
-    """
-    check_same_shape(2, per_token_kl=per_token_kl, mask=mask)
-    return torch.where(mask.bool(), per_token_kl.float(), 0.0).sum(dim=1)
-
-
-def kl_totals(per_token_kl: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """
-    The three sums from which the mean KL per sequence and per token is made.
-
-    They are sums, not means, so that adding them over micro-batches and processes gives the totals of the whole batch
-    whatever the lengths in each part.
-
-    Args:
-        per_token_kl (`torch.Tensor`):
-            KL per token, shape `(B, T)`. Masked positions may hold anything. Gradients stop here.
-        mask (`torch.Tensor`):
-            Shape `(B, T)`, 1 = counts.
-
-    Returns:
-        `torch.Tensor`: fp64, shape `(3,)`: KL summed over unmasked tokens, number of unmasked tokens, number of
-        sequences with at least one unmasked token.
-    """
-    check_same_shape(2, per_token_kl=per_token_kl, mask=mask)
-    dtype = wide_dtype(per_token_kl.device)
-    mask = mask.bool()
-    total = torch.where(mask, per_token_kl.detach().float(), 0.0).sum(dtype=dtype)
-    return torch.stack([total, mask.sum(dtype=dtype), mask.any(dim=1).sum(dtype=dtype)])

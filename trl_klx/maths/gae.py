@@ -1,15 +1,17 @@
 """
-PPO's own maths: rewards with a per-token KL penalty, generalized advantage estimation, and the value loss.
+PPO's maths: rewards with a per-token KL penalty, generalized advantage estimation, and the value loss.
 
-Masked positions (padding, tool outputs inside a completion) are as if they had been deleted, and may hold anything.
+Masked positions (padding, tool outputs inside a completion) are treated as if they had been deleted, and may hold
+anything.
 """
 
 import functools
 
 import torch
 
-from .advantages import by_rows, masked_mean, select, selector, suffix_sum
-from .estimators import check_same_shape
+from ._scans import by_rows, has_no_holes, packing_slots, select, selector, suffix_sum
+from ._tensors import check_same_shape
+from .advantages import masked_mean
 
 
 def shape_rewards(
@@ -22,7 +24,7 @@ def shape_rewards(
 
     Args:
         scores (`torch.Tensor`):
-            Score of each sequence, shape `(B,)`. A sequence without unmasked tokens gets nothing.
+            Score of each sequence, shape `(B,)`. A sequence without unmasked tokens gets no reward.
         per_token_kl (`torch.Tensor`):
             KL per token, policy minus reference, shape `(B, T)`.
         mask (`torch.Tensor`):
@@ -91,15 +93,14 @@ def _gae_of_rows(
     gamma: float,
     lam: float,
 ) -> None:
+    """[`compute_gae`] of a few rows, written to `advantages` and `returns`."""
     chosen = selector(mask, values)
     values = select(values, chosen, advantages)
-    if _has_no_holes(chosen):
+    if has_no_holes(chosen):
         _lambda_returns(rewards, values, chosen, gamma, lam, returns)
     else:
         mask = mask.bool()
-        # Unmasked tokens move to the left in their order. The masked, all zero, share the last slot: where there is one
-        # of them, no unmasked token gets that far.
-        slots = mask.cumsum(1).sub_(1).masked_fill_(~mask, mask.shape[1] - 1)
+        slots = packing_slots(mask)
         packed_values = torch.zeros_like(values).scatter_(1, slots, values)
         packed_rewards = torch.zeros_like(values).scatter_(1, slots, select(rewards, chosen))
         packed_returns = _lambda_returns(packed_rewards, packed_values, None, gamma, lam)
@@ -115,23 +116,16 @@ def _lambda_returns(
     lam: float,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    # `A_t + V_t = r_t + gamma * (1 - lam) * V_{t+1} + gamma * lam * (A_{t+1} + V_{t+1})`: one pass less over the data
-    # than the sum of the deltas. The values are 0 after the last token; what the rewards are there is left out.
+    """
+    Returns of rows without holes: `R_t = r_t + gamma * (1 - lam) * V_{t+1} + gamma * lam * R_{t+1}`.
+
+    This equals `A_t + V_t` and needs one pass over the data less than the sum of the deltas. The values are 0 after
+    the last token; `chosen` removes the rewards there.
+    """
     summands = torch.empty_like(rewards, memory_format=torch.contiguous_format)
     torch.add(rewards[:, :-1], values[:, 1:], alpha=gamma * (1.0 - lam), out=summands[:, :-1])
     summands[:, -1:] = rewards[:, -1:]
     return suffix_sum(select(summands, chosen, summands), gamma * lam, out)
-
-
-def _has_no_holes(chosen: torch.Tensor | None) -> bool:
-    # Whether every row is ones and then zeros, so that nothing needs to move. Asked on CPU only: on a device the answer
-    # would be waited for, and moving is cheap there.
-    if chosen is None:
-        return True
-    if chosen.device.type != "cpu":
-        return False
-    steps = chosen.view(torch.int8).diff(dim=1)
-    return not steps.numel() or bool(steps.amax() <= 0)
 
 
 def clipped_value_loss(
@@ -150,17 +144,17 @@ def clipped_value_loss(
         mask (`torch.Tensor`):
             Shape `(B, T)`, 1 = counts.
         cliprange (`float`):
-            `c`, how far a value may move per batch before moving further brings no gain; must be positive.
+            `c`, the distance a value may move per batch before moving further stops paying; must be positive.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The loss, and the fraction of unmasked tokens on which the clipped term
-        decides; both 0-dim fp32.
+        `tuple[torch.Tensor, torch.Tensor]`: The loss, and the fraction of unmasked tokens whose clipped term is the
+        larger one; both 0-dim fp32.
     """
     check_same_shape(2, values=values, old_values=old_values, returns=returns, mask=mask)
     if not cliprange > 0.0:
         raise ValueError(f"`cliprange` must be positive, but got {cliprange}.")
     mask = mask.bool()
-    # Zeroed before the squares, because a NaN times a zero gradient would be a NaN gradient.
+    # Masked positions are zeroed before the squares, because a NaN times a zero gradient would be a NaN gradient.
     values = torch.where(mask, values.float(), 0.0)
     old_values = torch.where(mask, old_values.detach().float(), 0.0)
     returns = torch.where(mask, returns.detach().float(), 0.0)

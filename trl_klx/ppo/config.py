@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from trl import GRPOConfig
 
-from ..trainers.config import REFERENCE_FIELDS, KLXGRPOConfig, _number, _one_of
+from ..trainers.config import KLXGRPOConfig, _number, _one_of
 
 
 class _OneGeneration(int):
@@ -358,12 +358,6 @@ class KLXPPOConfig(KLXGRPOConfig):
                 f"`ref_adapter_name={name!r}` is the adapter that is trained (`model_adapter_name`): the KL would "
                 "always be 0. Choose another adapter."
             )
-        for field_name in REFERENCE_FIELDS:
-            if getattr(self, field_name) is not None:
-                raise ValueError(
-                    f"Only one reference can be chosen, got `ref_adapter_name={name!r}`, "
-                    f"`{field_name}={getattr(self, field_name)!r}`. Keep one of them and unset the other."
-                )
 
     def _validate_ppo_stops(self):
         for name, vllm_name in (("stop_strings", "stop"), ("stop_token_id", "stop_token_ids")):

@@ -7,7 +7,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 
-from ..trainers.config import REFERENCE_FIELDS
+from ..references.kinds import chosen_reference_fields
 from .config import KLXPPOConfig
 
 
@@ -89,12 +89,11 @@ def check_ref_model(args: KLXPPOConfig, model, ref_model: nn.Module | None) -> N
         return
     if ref_model is model:
         raise ValueError("`ref_model` must not be the policy itself. Pass a copy, or leave it unset.")
-    for name in ("ref_adapter_name", *REFERENCE_FIELDS):
-        if getattr(args, name) is not None:
-            raise ValueError(
-                f"Only one reference can be chosen, got a `ref_model` and `{name}={getattr(args, name)!r}`. Keep one "
-                "of them and unset the other."
-            )
+    for name, value in chosen_reference_fields(args).items():
+        raise ValueError(
+            f"Only one reference can be chosen, got a `ref_model` and `{name}={value!r}`. Keep one of them and unset the "
+            "other."
+        )
     if not args.kl_enabled:
         # TRL 1.12 asked for the argument in any case, so a script may well pass it.
         warnings.warn(

@@ -1,14 +1,31 @@
-"""Moving references: how the reference's weights follow the policy's, step by step."""
+"""Moving references: how the reference's weights follow the policy's after each optimizer step."""
 
 import mmap
 import os
 import tempfile
-from typing import IO
+from typing import IO, Protocol
 
 import torch
 
 
 Weights = dict[str, torch.Tensor]
+
+
+class Mover(Protocol):
+    """How the weights of a reference follow those of the policy."""
+
+    @property
+    def identity(self) -> dict[str, float]:
+        """The settings, which a resumed run must not change."""
+
+    def step(self, step: int, policy: Weights, reference: Weights) -> None:
+        """Update the reference after optimizer step `step`."""
+
+    def state(self, reference: Weights) -> Weights:
+        """Everything that a resumed run needs to continue exactly. Valid until the next step."""
+
+    def load_state(self, state: Weights, reference: Weights) -> None:
+        """Restore the result of `state()`."""
 
 
 class SyncedReference:
@@ -33,7 +50,7 @@ class SyncedReference:
 
     @torch.no_grad()
     def step(self, step: int, policy: Weights, reference: Weights) -> None:
-        """Let the reference follow after optimizer step `step`."""
+        """Update the reference after optimizer step `step`."""
         if step % self.every == 0:
             for name, weight in reference.items():
                 if self.alpha == 1.0:
@@ -42,22 +59,23 @@ class SyncedReference:
                     weight.lerp_(policy[name].to(weight.dtype), self.alpha)
 
     def state(self, reference: Weights) -> Weights:
-        """What a resumed run needs to go on as if nothing had happened."""
+        """Everything that a resumed run needs to continue exactly."""
         return dict(reference)
 
     @torch.no_grad()
     def load_state(self, state: Weights, reference: Weights) -> None:
+        """Restore the result of `state()`."""
         for name, weight in reference.items():
             weight.copy_(state[name])
 
 
 class _Snapshots:
     """
-    Copies of a set of weights in a file without a name: whatever becomes of the process, nothing is left of it.
+    Copies of a set of weights in an unnamed file, which the system removes however the process ends.
 
     Args:
         folder (`str`):
-            Where the file is to lie; made if needed. The system's folder for temporary files is often in memory.
+            Folder of the file, created if needed. The system's folder for temporary files would often be in memory.
     """
 
     def __init__(self, folder: str):
@@ -66,20 +84,22 @@ class _Snapshots:
         self._size = 0
 
     def write(self, slot: int, weights: Weights, like: Weights) -> None:
-        """Put a copy of `weights` into a slot, with the types of `like`, whose names, shapes and order never change."""
+        """
+        Write a copy of `weights` to a slot, in the dtypes of `like`. Its names, shapes and order must never change.
+        """
         if self._file is None:
             os.makedirs(self.folder, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=self.folder, prefix="_kl_ref_lag")
             self._size = sum(weight.nbytes for weight in like.values())
         self._file.seek(slot * self._size)
         for name, weight in like.items():
-            # One weight at a time, so that no whole copy is ever in memory. As bytes, since NumPy has no bfloat16.
+            # Copying one weight at a time keeps memory low. NumPy has no bfloat16, so the copy is written as bytes.
             copy = weights[name].detach().to("cpu", weight.dtype).contiguous()
             self._file.write(copy.view(-1).view(torch.uint8).numpy().data)
         self._file.flush()
 
     def read(self, slot: int, like: Weights) -> Weights:
-        """The copy in a slot, mapped into memory: good until the slot is written again."""
+        """The copy in a slot, mapped into memory. It is valid until the slot is written again."""
         assert self._file is not None
         mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY) if self._size else bytearray()
         copies, offset = {}, slot * self._size
@@ -88,7 +108,7 @@ class _Snapshots:
                 copies[name] = torch.empty_like(weight, device="cpu")
                 continue
             raw = torch.frombuffer(mapped, dtype=torch.uint8, count=weight.nbytes, offset=offset)
-            # It begins where the one before ended, which need not be a place for its own type.
+            # Its offset is where the weight before it ended, which may not be aligned for its dtype.
             raw = raw if raw.data_ptr() % weight.element_size() == 0 else raw.clone()
             copies[name] = raw.view(weight.dtype).view(weight.shape)
             offset += weight.nbytes
@@ -99,20 +119,20 @@ class LaggedReference:
     """
     The policy as it was `lag` optimizer steps ago, and the initial policy until then.
 
-    The steps in between lie on disk, `lag` copies of what this process trains, so that memory holds the reference and no
-    more.
+    The policies of the steps in between are on disk, as `lag` copies of the weights that this process trains. Memory
+    holds the reference only.
 
     Args:
         lag (`int`):
             Distance between policy and reference in optimizer steps.
         folder (`str`):
-            Folder on a disk with room for the copies.
+            Folder on a disk with enough space for the copies.
     """
 
     def __init__(self, lag: int, folder: str):
         self.lag = lag
         self._snapshots = _Snapshots(folder)
-        # The step whose weights lie in each slot.
+        # The step whose weights are in each slot.
         self._slots: dict[int, int] = {}
 
     @property
@@ -121,12 +141,12 @@ class LaggedReference:
 
     @property
     def kept_steps(self) -> list[int]:
-        """The steps whose weights are kept, to become the reference in their turn."""
+        """The steps whose weights are kept until they become the reference."""
         return sorted(self._slots.values())
 
     @torch.no_grad()
     def step(self, step: int, policy: Weights, reference: Weights) -> None:
-        """Let the reference follow after optimizer step `step`."""
+        """Update the reference after optimizer step `step`."""
         slot = step % self.lag
         if self._slots.get(slot) == step - self.lag:
             for name, weight in self._snapshots.read(slot, like=reference).items():
@@ -135,7 +155,7 @@ class LaggedReference:
         self._slots[slot] = step
 
     def state(self, reference: Weights) -> Weights:
-        """What a resumed run needs to go on as if nothing had happened: good until the next step."""
+        """Everything that a resumed run needs to continue exactly. Valid until the next step."""
         state = {f"reference|{name}": weight for name, weight in reference.items()}
         for step in self.kept_steps:
             weights = self._snapshots.read(step % self.lag, like=reference)
@@ -144,6 +164,7 @@ class LaggedReference:
 
     @torch.no_grad()
     def load_state(self, state: Weights, reference: Weights) -> None:
+        """Restore the result of `state()`."""
         history: dict[int, Weights] = {}
         for key, weight in state.items():
             owner, name = key.split("|", 1)

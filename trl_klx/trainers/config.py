@@ -14,14 +14,13 @@ from ..control.placements import Placement, get_placement, list_placements
 from ..controllers.registry import get_kl_controller, get_kl_controller_class, list_kl_controllers
 from ..controllers.rules import KLController
 from ..maths.estimators import KL_ESTIMATORS, KL_UNITS
+from ..references.kinds import REFERENCE_FIELDS, chosen_reference_fields
 
 
 KL_PLACEMENTS = ("advantage", "reward", "loss")  # ours; [`register_placement`] adds to them
 KL_CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
 KL_STATISTICS = ("k3", "full")
 
-# The fields that say which policy is the reference: at most one of them may be set.
-REFERENCE_FIELDS = ("kl_penalty_reference_step", "kl_ref_adapter_path", "kl_ref_lag", "kl_ref_sync_steps")
 # The fields that still mean something when the KL is only measured.
 MONITOR_FIELDS = {
     *REFERENCE_FIELDS,
@@ -214,7 +213,7 @@ class KLXConfigMixin:
         "visited state and so less noisy. If unset, 'k3', and 'full' with `kl_estimator='full'`.",
         KL_STATISTICS,
     )
-    kl_ignore_tokens: list[int | str] | None = _kl_field(
+    kl_ignore_tokens: list[str] | None = _kl_field(
         None,
         "Tokens whose KL neither counts nor pays: ids, single tokens as strings, or 'eos' for every token that ends a "
         "completion.",
@@ -309,6 +308,11 @@ class KLXConfigMixin:
     def _validate_kl_values(self):
         if isinstance(self.kl_ref_adapter_path, os.PathLike):
             self.kl_ref_adapter_path = os.fspath(self.kl_ref_adapter_path)
+        if isinstance(self.kl_ignore_tokens, list):
+            # A command line gives ids as strings.
+            self.kl_ignore_tokens = [
+                int(t) if isinstance(t, str) and t.isdecimal() else t for t in self.kl_ignore_tokens
+            ]
         if isinstance(self.kl_controller_kwargs, str):
             try:
                 self.kl_controller_kwargs = json.loads(self.kl_controller_kwargs)
@@ -330,9 +334,9 @@ class KLXConfigMixin:
 
     def _validate_kl_combinations(self):
         self._refuse_inert_fields()
-        chosen = [name for name in REFERENCE_FIELDS if getattr(self, name) is not None]
+        chosen = chosen_reference_fields(self)
         if len(chosen) > 1:
-            given = ", ".join(f"`{name}={getattr(self, name)!r}`" for name in chosen)
+            given = ", ".join(f"`{name}={value!r}`" for name, value in chosen.items())
             raise ValueError(f"Only one reference can be chosen, got {given}. Keep one of them and unset the others.")
         if self.kl_ref_mixup_alpha is not None and self.kl_ref_sync_steps is None:
             raise ValueError(

@@ -45,7 +45,8 @@ from ..control.placements import Batch, Placement
 from ..control.rollout import Rollout, Scored, TokenKL
 from ..controllers.drift import DriftMonitor
 from ..maths.estimators import estimate_full_kl, estimate_kl, kl_totals
-from ..references.resolution import AdapterReference, KLReference, resolve_reference
+from ..references.base import KLReference
+from ..references.building import resolve_reference
 from .completions_table import CompletionKLs
 from .config import KLXConfigMixin
 from .ignored_tokens import ignored_token_ids
@@ -134,7 +135,7 @@ class KLXCoreMixin(KLXCheckpointMixin):
                 check_trains_through_head(policy)
         if self.kl_reference.mover is not None:
             self.add_callback(_FollowPolicy(self.kl_reference))
-        if self.use_vllm and isinstance(self.kl_reference, AdapterReference):
+        if self.use_vllm:
             self.kl_reference.keep_from_vllm(self.vllm_generation)
 
     def _klx_build_control(self, policy: nn.Module, ref_model: nn.Module | None) -> KLControl:

@@ -1,0 +1,78 @@
+"""References on the policy's base weights: another adapter, or the base model alone."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+
+from .base import KLReference
+from .moving import Mover, Weights
+from .peft_adapters import adapter_active, adapter_tensors, only_trained_modules, trained_adapter
+from .sharding import shard_again
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Run without dropout, so that the reference always gives the same answer and draws no random numbers."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class AdapterReference(KLReference):
+    """
+    A reference that shares the policy's base weights: another adapter, or no adapter.
+
+    Args:
+        policy ([`~peft.PeftModel`]):
+            Policy.
+        adapter (`str` or `None`):
+            Adapter that is the reference; `None` for the base model.
+        identity (`dict`):
+            What the reference is.
+        mover ([`Mover`], *optional*):
+            How the adapter follows the policy's.
+        initial_adapter (`bool`, *optional*, defaults to `False`):
+            Whether the adapter is a copy of the one with which the run began.
+    """
+
+    def __init__(
+        self,
+        policy: PeftModel,
+        adapter: str | None,
+        identity: dict[str, Any],
+        mover: Mover | None = None,
+        initial_adapter: bool = False,
+    ):
+        super().__init__(identity, mover, initial_adapter)
+        self.policy = policy
+        self.adapter = adapter
+
+    @contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        with _evaluating(self.policy), adapter_active(self.policy, self.adapter):
+            yield self.policy
+
+    def weights(self) -> Weights:
+        shard_again(self.policy)
+        trained = trained_adapter(self.policy)
+        return {} if self.adapter is None else adapter_tensors(self.policy, self.adapter, as_name=trained)
+
+    def policy_weights(self) -> Weights:
+        shard_again(self.policy)
+        return adapter_tensors(self.policy, trained_adapter(self.policy))
+
+    def keep_from_vllm(self, generation: Any) -> None:
+        # TRL leaves out the LoRA factors of every adapter, but not the modules that an adapter saves whole.
+        generation.sync_weights = functools.partial(self._call_hidden, generation.sync_weights)
+
+    def _call_hidden(self, method: Callable[[], None]) -> None:
+        with only_trained_modules(self.policy):
+            method()

@@ -1,0 +1,117 @@
+"""The interface of a reference: a frozen policy that the KL is measured against."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .moving import Mover, Weights
+from .sharding import cut_part, join_parts, local_part, use_written_parts
+
+
+class KLReference:
+    """
+    A frozen policy behind a small interface: inside `active()` there is a model whose log-probs are the reference's.
+
+    Subclasses implement `active`, `weights` and `policy_weights`.
+
+    Attributes:
+        identity (`dict`):
+            Kind, step or path, and hash of the weights. A resumed run must have the same identity.
+        mover ([`Mover`] or `None`):
+            How the weights follow the policy; `None` if the reference does not move.
+        initial_adapter (`bool`):
+            Whether the reference is the adapter with which the run began. Only this package's checkpoints hold its
+            weights, and a new run may draw other ones.
+    """
+
+    def __init__(self, identity: dict[str, Any], mover: Mover | None = None, initial_adapter: bool = False):
+        self.mover = mover
+        self.identity = identity | (mover.identity if mover is not None else {})
+        self.initial_adapter = initial_adapter
+
+    @contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        """The model that computes the reference's log-probs."""
+        raise NotImplementedError
+
+    def weights(self) -> Weights:
+        """The weights that belong to the reference alone, keyed by the names of the policy's weights."""
+        raise NotImplementedError
+
+    def policy_weights(self) -> Weights:
+        """The policy's weights that correspond to `weights()`."""
+        raise NotImplementedError
+
+    def keep_from_vllm(self, generation: Any) -> None:
+        """
+        Make TRL send vLLM the policy's weights only. Most references need nothing for this.
+
+        Args:
+            generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
+                Object that sends the weights.
+        """
+
+    def follow(self, step: int) -> None:
+        """Let a moving reference follow the policy after optimizer step `step`."""
+        if self.mover is not None:
+            reference = self.weights()
+            # Policy and reference are sharded in the same way, so each process moves the parts that it holds.
+            self.mover.step(step, _local_parts(self.policy_weights()), _local_parts(reference))
+            use_written_parts(reference.values())
+
+    def state(self) -> Weights:
+        """
+        The weights that a checkpoint must hold because no other file does: those of a moving reference and of an
+        initial adapter. They are joined; if they are sharded, every process must call this.
+        """
+        if self.mover is None:
+            return self.whole_weights() if self.initial_adapter else {}
+        reference = self.weights()
+        parts = self.mover.state(_local_parts(reference))
+        return {key: join_parts(reference[_weight_name(key)], part) for key, part in parts.items()}
+
+    def load_state(self, state: Weights) -> None:
+        """Load the weights that `state()` returned."""
+        if self.mover is None:
+            if self.initial_adapter:
+                self.load_weights(state)
+            return
+        reference = self.weights()
+        parts = {
+            key: cut_part(reference[_weight_name(key)], whole) if _weight_name(key) in reference else whole
+            for key, whole in state.items()
+        }
+        self.mover.load_state(parts, _local_parts(reference))
+        use_written_parts(reference.values())
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Reset a moving reference to the policy's current weights."""
+        reference, policy = self.weights(), self.policy_weights()
+        for name, weight in _local_parts(reference).items():
+            weight.copy_(local_part(policy[name]))
+        use_written_parts(reference.values())
+
+    def whole_weights(self) -> Weights:
+        """The result of `weights()`, joined. If the weights are sharded, every process must call this."""
+        return {name: join_parts(weight) for name, weight in self.weights().items()}
+
+    @torch.no_grad()
+    def load_weights(self, whole: Weights) -> None:
+        """Load the weights that `whole_weights()` returned."""
+        reference = self.weights()
+        for name, weight in reference.items():
+            local_part(weight).copy_(cut_part(weight, whole[name]))
+        use_written_parts(reference.values())
+
+
+def _local_parts(weights: Weights) -> Weights:
+    return {name: local_part(weight) for name, weight in weights.items()}
+
+
+def _weight_name(key: str) -> str:
+    """The name of a weight in the key of a mover's state, which may start with the step of that weight and a `|`."""
+    return key.rsplit("|", 1)[-1]

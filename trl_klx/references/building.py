@@ -1,0 +1,229 @@
+"""Build the reference that a config asks for."""
+
+import os
+from collections.abc import Collection
+from typing import Any, Protocol, cast
+
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.utils import is_peft_model  # type: ignore[import-untyped]
+from peft import PeftModel
+from torch import nn
+
+from .adapter import AdapterReference
+from .adapter_files import PLAIN_INITS
+from .adapter_loading import REFERENCE_ADAPTER, copy_trained_adapter, load_reference_adapter
+from .base import KLReference
+from .fingerprint import fingerprint, hash_tensors
+from .kinds import ReferenceKind, choose_reference_kind
+from .loading import checkpoint_folder, load_model_weights
+from .model import ModelReference, add_trl_lm_head, frozen_copy
+from .moving import Mover
+from .peft_adapters import adapter_tensors, trained_adapter
+
+
+class ReferenceArgs(Protocol):
+    """The part of a config that the built-in kinds read, in addition to the field that chooses the kind."""
+
+    @property
+    def output_dir(self) -> str | None: ...
+
+    @property
+    def kl_estimator(self) -> str | None: ...
+
+    @property
+    def kl_statistic(self) -> str | None: ...
+
+    @property
+    def kl_ref_mixup_alpha(self) -> float | None: ...
+
+
+def resolve_reference(
+    args: ReferenceArgs,
+    policy: nn.Module,
+    accelerator: Accelerator,
+    ref_model: nn.Module | None = None,
+    temperature: float = 1.0,
+) -> KLReference:
+    """
+    Build the reference that the config asks for.
+
+    Args:
+        args ([`ReferenceArgs`]):
+            Config.
+        policy (`nn.Module`):
+            Policy as it is before the first step.
+        accelerator ([`~accelerate.Accelerator`]):
+            Accelerator of the trainer.
+        ref_model (`nn.Module`, *optional*):
+            Model that is the reference, from an argument of the trainer. It excludes the config fields that choose a
+            reference.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature of the trainer, at which the log-probs of `ref_model` are computed.
+    """
+    kind, value = choose_reference_kind(args, ref_model)
+    builder = ReferenceBuilder(args, policy, accelerator, temperature)
+    _check_engine(kind, value, builder)
+    if builder.has_adapter and kind.shares_base:
+        builder.check_base_is_frozen()
+    return kind.build(value, builder)
+
+
+class ReferenceBuilder:
+    """
+    Policy and config of a run, and the steps with which a [`ReferenceKind`] builds its reference.
+
+    A step that takes an `identity` adds the hash of the weights to it, unless the reference moves.
+
+    Args:
+        args ([`ReferenceArgs`]):
+            Config.
+        policy (`nn.Module`):
+            Policy as it is before the first step.
+        accelerator ([`~accelerate.Accelerator`]):
+            Accelerator of the trainer.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature of the trainer.
+    """
+
+    def __init__(self, args: ReferenceArgs, policy: nn.Module, accelerator: Accelerator, temperature: float = 1.0):
+        self.args = args
+        self.policy = policy
+        self.accelerator = accelerator
+        self.temperature = temperature
+
+    @property
+    def output_dir(self) -> str:
+        """Folder of the run."""
+        # Never `None` in a config that has been built.
+        return cast(str, self.args.output_dir)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the policy is a PEFT model."""
+        return bool(is_peft_model(self.policy))
+
+    @property
+    def peft_policy(self) -> PeftModel:
+        """The policy, if it is a PEFT model."""
+        return cast(PeftModel, self.policy)
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Names of the policy's adapters."""
+        return list(self.peft_policy.peft_config) if self.has_adapter else []
+
+    @property
+    def trained_adapter(self) -> str:
+        """Name of the adapter that is trained."""
+        return trained_adapter(self.peft_policy)
+
+    # ---- References of any policy ----
+
+    def copied_policy(self, identity: dict[str, Any], mover: Mover | None = None) -> KLReference:
+        """A frozen copy of the policy as it is now: of its adapter under PEFT, else of the model."""
+        if self.has_adapter:
+            digest = copy_trained_adapter(self.peft_policy)
+            if mover is None:
+                identity = identity | {"hash": digest}
+            return AdapterReference(
+                self.peft_policy, REFERENCE_ADAPTER, identity, mover, initial_adapter=mover is None
+            )
+        model = frozen_copy(self.policy, share=True)
+        if mover is None:
+            identity = identity | {"hash": fingerprint(model)}
+        return ModelReference(self.policy, model, identity, self.accelerator, mover)
+
+    def saved_policy(self, step: int, identity: dict[str, Any]) -> KLReference:
+        """The policy as saved in `checkpoint-{step}` of `output_dir`."""
+        folder = checkpoint_folder(self.output_dir, step)
+        if self.has_adapter:
+            # PEFT saves the adapter "default" into the checkpoint, and any other into a subfolder with its name.
+            named = os.path.join(folder, self.trained_adapter)
+            return self.loaded_adapter(named if os.path.isdir(named) else folder, identity)
+        # The weights are loaded into the copy, so it must share none with the policy.
+        model = frozen_copy(self.policy, share=False)
+        load_model_weights(model, folder)
+        return ModelReference(self.policy, model, identity | {"hash": fingerprint(model)}, self.accelerator)
+
+    def separate_model(self, model: nn.Module, identity: dict[str, Any]) -> ModelReference:
+        """A model that was loaded separately. It is frozen, and gets TRL's LM head."""
+        model = model.requires_grad_(False).eval()
+        causal_lm = cast(PeftModel, model).get_base_model() if is_peft_model(model) else model
+        # RLOO's config lacks this field, and its trainer computes the head in the dtype of the model.
+        cast_to_fp32 = vars(self.args).get("cast_lm_head_to_fp32", False)
+        add_trl_lm_head(causal_lm, self.temperature, cast_to_fp32)
+        return ModelReference(self.policy, model, identity | {"hash": fingerprint(model)}, self.accelerator)
+
+    # ---- References of a PEFT policy ----
+
+    def base_model(self) -> AdapterReference:
+        """The base model, with the adapter disabled."""
+        self.check_base_is_whole()
+        base = self.peft_policy.get_base_model()
+        identity = {"kind": "base", "hash": fingerprint(base, without=self._adapter_weights())}
+        return AdapterReference(self.peft_policy, None, identity)
+
+    def loaded_adapter(self, path: str, identity: dict[str, Any]) -> AdapterReference:
+        """The adapter in a folder or Hub repository."""
+        digest = load_reference_adapter(self.peft_policy, path)
+        return AdapterReference(self.peft_policy, REFERENCE_ADAPTER, identity | {"hash": digest})
+
+    def present_adapter(self, name: str, identity: dict[str, Any]) -> AdapterReference:
+        """An adapter that the policy already has."""
+        digest = hash_tensors(adapter_tensors(self.peft_policy, name))
+        return AdapterReference(self.peft_policy, name, identity | {"hash": digest})
+
+    def _adapter_weights(self) -> Collection[int]:
+        names = self.adapter_names
+        return {id(weight) for name in names for weight in adapter_tensors(self.peft_policy, name).values()}
+
+    # ---- Checks ----
+
+    def check_base_is_frozen(self) -> None:
+        """Refuse a policy that trains base weights, which would change the reference too."""
+        own = self._adapter_weights()
+        weights = self.policy.named_parameters()
+        trained = [name for name, weight in weights if weight.requires_grad and id(weight) not in own]
+        if trained:
+            raise ValueError(
+                f"The policy trains {trained[0]!r}, a weight of the base model. The KL reference shares this weight "
+                "and would change with it. Train with `bias='none'` and through `modules_to_save`, or without an "
+                "adapter."
+            )
+
+    def check_base_is_whole(self) -> None:
+        """Refuse a policy whose adapter took a part of the base weights when it was initialised."""
+        config = self.peft_policy.peft_config[self.trained_adapter]
+        init = getattr(config, "init_lora_weights", True)
+        if init not in PLAIN_INITS:
+            raise ValueError(
+                f"The policy's adapter was initialised with `init_lora_weights={init!r}`, which moves a part of the "
+                "base weights into the adapter. What remains is not the base model any more, so neither the base "
+                "model nor an adapter of another run can be the KL reference. Set `kl_penalty_reference_step=0` for "
+                "the policy as it starts, or initialise the adapter differently."
+            )
+
+
+def _check_engine(kind: ReferenceKind, value: Any, builder: ReferenceBuilder) -> None:
+    """Refuse what FSDP version 1 cannot do."""
+    plugin = getattr(builder.accelerator.state, "fsdp_plugin", None)
+    if plugin is None or plugin.fsdp_version != 1:
+        return
+    if builder.has_adapter and kind.shares_base:
+        raise ValueError(
+            "The KL reference of a PEFT policy cannot be served by FSDP version 1, which joins the weights only "
+            "inside its forward pass, with the trained adapter. Set `fsdp_version: 2` in the config file of "
+            "`accelerate launch`."
+        )
+    if kind.moves:
+        choice, remedy = f"{kind.field}={value!r}", "choose a reference that stands still."
+    elif builder.args.kl_estimator == "full":
+        choice, remedy = "kl_estimator='full'", "choose `kl_estimator='k3'`."
+    elif builder.args.kl_statistic == "full":
+        choice, remedy = "kl_statistic='full'", "choose `kl_statistic='k3'`."
+    else:
+        return
+    raise ValueError(
+        f"`{choice}` cannot be used with FSDP version 1, which flattens the weights that it needs one by one. Set "
+        f"`fsdp_version: 2` in the config file of `accelerate launch`, or {remedy}"
+    )

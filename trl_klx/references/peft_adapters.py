@@ -1,0 +1,102 @@
+"""The adapters of a PEFT model: find their weights, switch between them, and hide all but the trained one."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+
+
+def trained_adapter(model: PeftModel) -> str:
+    """Name of the adapter that is trained."""
+    active = list(model.active_adapters)
+    if len(active) != 1:
+        raise ValueError(
+            f"The policy must have one active adapter, got {active}. Call `set_adapter` with one of them."
+        )
+    return active[0]
+
+
+def adapter_tensors(model: PeftModel, name: str, as_name: str | None = None) -> dict[str, torch.Tensor]:
+    """The parameters of one adapter, keyed by parameter name with the adapter's name replaced by `as_name`."""
+    as_name = name if as_name is None else as_name
+    found: dict[str, torch.Tensor] = {}
+    for key, parameter in model.named_parameters():
+        parts = key.split(".")
+        if name in parts:
+            found[".".join(as_name if part == name else part for part in parts)] = parameter
+    return found
+
+
+@contextmanager
+def adapter_active(model: PeftModel, name: str | None) -> Iterator[None]:
+    """
+    Run with another adapter active, or with none if `name` is `None`. Every `requires_grad` flag is restored, because
+    PEFT's switch makes the adapter it activates trainable.
+    """
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        if name is None:
+            with model.disable_adapter():
+                yield
+        else:
+            previous = model.active_adapters
+            tuner: Any = model.base_model
+            tuner.set_adapter(name, inference_mode=True)
+            try:
+                yield
+            finally:
+                tuner.set_adapter(previous)
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+@contextmanager
+def only_trained_adapter(model: nn.Module) -> Iterator[None]:
+    """
+    Make `save_pretrained` write the trained adapter only. From a checkpoint with a second adapter, the host would
+    restore the wrong weights.
+    """
+    if not isinstance(model, PeftModel):
+        yield
+        return
+    attributes = vars(model)
+    before = attributes.get("save_pretrained")
+    adapters = list(model.active_adapters)
+    attributes["save_pretrained"] = functools.partial(model.save_pretrained, selected_adapters=adapters)
+    try:
+        yield
+    finally:
+        del attributes["save_pretrained"]
+        if before is not None:
+            attributes["save_pretrained"] = before
+
+
+@contextmanager
+def only_trained_modules(model: PeftModel) -> Iterator[None]:
+    """Temporarily remove the modules that adapters other than the trained one save whole (`modules_to_save`)."""
+    trained = trained_adapter(model)
+    found = [module._modules.get("modules_to_save") for module in model.modules()]
+    places = [place for place in found if isinstance(place, nn.ModuleDict)]
+    whole = [dict(place) for place in places]
+    try:
+        for place in places:
+            for name in [name for name in place if name != trained]:
+                del place[name]
+        yield
+    finally:
+        for place, modules in zip(places, whole, strict=True):
+            # Removing and adding all of them keeps their order.
+            place.clear()
+            place.update(modules)
+
+
+@contextmanager
+def rng_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the random state afterwards: new adapters draw random weights, and seeded rollouts must not change."""
+    with torch.random.fork_rng({parameter.device for parameter in model.parameters() if parameter.is_cuda}):
+        yield
