@@ -19,54 +19,32 @@ A subclass of TRL's GRPO trainer gets KL control from [`KLXTrainerMixin`], one o
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback
-from trl.models.utils import disable_gradient_checkpointing
 
 from ..checkpoints.integrity import check_checkpoints
 from ..checkpoints.mixin import KLXCheckpointMixin
-from ..control.exact_kl import Head, check_lm_head, check_trains_through_head, lm_head
-from ..control.forward_pass import (
-    CAN_SKIP_LM_HEAD,
-    captured_hidden,
-    has_dropout,
-    narrow_tiles,
-    no_lm_head,
-    without_dropout,
-)
+from ..control.exact_kl import check_trains_through_head, lm_head
+from ..control.forward_pass import has_dropout
 from ..control.kl_control import KLControl
 from ..control.metrics import Sums, read_metrics
+from ..control.other_kls import UpdateLimit, add_sampler_kl, update_kl_sums
 from ..control.placements import Batch, Placement
 from ..control.rollout import Rollout, Scored, TokenKL
 from ..controllers.drift import DriftMonitor
-from ..maths.estimators import estimate_full_kl, estimate_kl, kl_totals
+from ..maths.estimators import estimate_full_kl
 from ..references.base import KLReference
 from ..references.building import resolve_reference
 from .completions_table import CompletionKLs
 from .config import KLXConfigMixin
+from .forward_passes import ForwardPassMixin
 from .ignored_tokens import ignored_token_ids
 from .launch_check import check_launch
 from .model_card import add_kl_section, describe_kl
-
-
-# Keys of TRL's batch that a second forward pass over it must be given, where they are there.
-FORWARD_KEYS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
 
 
 class _FollowPolicy(TrainerCallback):
@@ -77,7 +55,7 @@ class _FollowPolicy(TrainerCallback):
         self.reference.follow(state.global_step)
 
 
-class KLXCoreMixin(KLXCheckpointMixin):
+class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
     """
     Adds KL control to a TRL trainer whose batches come from `_generate_and_score_completions`.
 
@@ -97,11 +75,8 @@ class KLXCoreMixin(KLXCheckpointMixin):
 
     _config_class: type[KLXConfigMixin]
     # Class-level, because TRL's generation must also run on trainers that were never initialised.
-    kl_control: KLControl | None = None
-    # The batch that TRL is generating, and who looks at the policy's forward passes that TRL makes.
-    _klx_rollout: Rollout | None = None
-    _klx_watcher: Callable[[Scored], None] | None = None
-    _klx_update_passed = False
+    _klx_active = False  # whether we have anything to do with a batch
+    _klx_rollout: Rollout | None = None  # the batch that TRL is generating
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
         if not isinstance(args, self._config_class):
@@ -115,18 +90,17 @@ class KLXCoreMixin(KLXCheckpointMixin):
         policy = self.accelerator.unwrap_model(self.model)
         self._klx_prepare_policy(policy)
         self._klx_window = {"train": Sums(), "eval": Sums()}
-        # The sums of one optimizer step, for `kl_update_target`.
-        self._klx_update_sums = Sums()
+        self._klx_update = UpdateLimit(self.args.kl_update_target)
         # The last rollout of each mode: micro-batches of it may still be measured in the loss.
         self._klx_rollouts: dict[str, Rollout] = {}
         self._klx_placement = Placement(self.args, self.accelerator)
+        self._klx_active |= self.args.kl_enabled or self.args.kl_update_target is not None
         if not self.args.kl_enabled:
             return
         check_checkpoints(self.args)
         self.kl_control = self._klx_build_control(policy, ref_model)
         if self.args.kl_penalty_enabled:
             self._klx_placement = self.args.placement_class(self.args, self.accelerator)
-        self._klx_lm_head_checked = False
         self._klx_has_dropout = has_dropout(policy)
         self._klx_completions = CompletionKLs(self._logs["extra"], self.accelerator)
         if self.args.kl_needs_full:
@@ -171,92 +145,8 @@ class KLXCoreMixin(KLXCheckpointMixin):
     def _klx_mode(self) -> str:
         return "train" if self.model.training else "eval"
 
-    @property
-    def _klx_active(self) -> bool:
-        """Whether we have anything to do with a batch."""
-        return self.kl_control is not None or self.args.kl_update_target is not None
-
     def _klx_reduce(self, totals: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(totals, reduction="sum")
-
-    # ---- Forward passes ----
-
-    @contextmanager
-    def _klx_watching(self, watcher: Callable[[Scored], None]) -> Iterator[None]:
-        """Let `watcher` see the policy's forward passes that TRL makes."""
-        self._klx_watcher = watcher
-        try:
-            yield
-        finally:
-            self._klx_watcher = None
-
-    @contextmanager
-    def _klx_asked(self, coef: float) -> Iterator[None]:
-        """Make TRL ask for the reference's log-probs, and use our coefficient as its `beta`."""
-        beta, ref_model = self.beta, self.ref_model
-        self.beta, self.ref_model = coef, self.kl_reference
-        try:
-            yield
-        finally:
-            self.beta, self.ref_model = beta, ref_model
-
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        if self.kl_control is not None and model is self.kl_reference:
-            return self._klx_answer(args, kwargs), None, None
-        watcher, self._klx_watcher = self._klx_watcher, None  # the watcher may make passes itself
-        try:
-            output, scored = self._klx_forward(model, args, kwargs)
-            if watcher is not None:
-                watcher(scored)
-        finally:
-            self._klx_watcher = watcher
-        return output
-
-    def _klx_forward(self, model, args: tuple, kwargs: dict, check: bool = True) -> tuple[tuple, Scored]:
-        """
-        TRL's log-prob method, with the hidden states where the exact KL needs them. The first of those are checked to be
-        what the log-probs come from.
-        """
-        if self.kl_control is None or not self.args.kl_needs_full:
-            output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-            return output, Scored(output[0])
-        input_ids, logits_to_keep = args[0], args[2]
-        with captured_hidden(self.accelerator.unwrap_model(model), logits_to_keep) as hidden:
-            output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        scored = Scored(output[0], torch.cat(hidden))
-        if check and not self._klx_lm_head_checked:
-            mask = args[1][:, -logits_to_keep:]
-            with torch.no_grad():
-                model = self.accelerator.unwrap_model(model)
-                tokens = input_ids[:, -logits_to_keep:]
-                self._klx_lm_head_checked = check_lm_head(model, self.temperature, scored.detach(), tokens, mask)
-        return output, scored
-
-    @torch.no_grad()
-    def _klx_score_policy(self, args: tuple, kwargs: dict) -> Scored:
-        """One more forward of the policy, without dropout."""
-        plain_forward = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with plain_forward, narrow_tiles(self.accelerator.device), without_dropout(self.model):
-            return self._klx_forward(self.model, args, kwargs)[1].detach()
-
-    @torch.no_grad()
-    def _klx_score_reference(self, args: tuple, kwargs: dict) -> Scored:
-        """The reference's forward. It ends before the LM head where the exact KL goes through it anyway."""
-        skip = not self._klx_placement.needs_reference_logps and self.args.kl_needs_full and CAN_SKIP_LM_HEAD
-        head = no_lm_head() if skip else narrow_tiles(self.accelerator.device)
-        with self.kl_reference.active() as model, head:
-            # Not our own `_klx_forward`: a subclass may add to it what only the policy has.
-            scored = KLXCoreMixin._klx_forward(self, model, args, kwargs, check=not skip)[1].detach()
-        return Scored(None, scored.hidden) if skip else scored
-
-    def _klx_forward_arguments(self, batch: Batch) -> tuple[tuple, dict]:
-        """Arguments of TRL's log-prob method for a whole generation batch, in chunks of TRL's own size."""
-        input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        train = self._klx_mode == "train"
-        kwargs = {key: batch[key] for key in FORWARD_KEYS if key in batch}
-        kwargs["batch_size"] = self.args.per_device_train_batch_size if train else self.args.per_device_eval_batch_size
-        return (input_ids, attention_mask, batch["completion_ids"].size(1)), kwargs
 
     # ---- Measuring ----
 
@@ -270,20 +160,6 @@ class KLXCoreMixin(KLXCheckpointMixin):
     def _klx_tokens(batch: Batch) -> torch.Tensor:
         """The completion tokens, 0 where masked: padding may have an id that the vocabulary has not."""
         return batch["completion_ids"] * batch["completion_mask"]
-
-    def _klx_heads(self) -> tuple[Head, Head] | None:
-        """LM heads of policy and reference, for the exact KL."""
-        if not self.args.kl_needs_full:
-            return None
-        policy_head = lm_head(self.accelerator.unwrap_model(self.model), self.temperature)
-        with self.kl_reference.active() as model:
-            return policy_head, lm_head(self.accelerator.unwrap_model(model), self.temperature)
-
-    def _klx_clean_pass(self, rollout: Rollout, args: tuple, kwargs: dict) -> Scored:
-        """The pass of the policy that may be measured; made if TRL has made none, or one with dropout."""
-        if rollout.clean is None:
-            rollout.clean = self._klx_score_policy(args, kwargs)
-        return rollout.clean
 
     def _klx_answer(self, args: tuple, kwargs: dict) -> torch.Tensor:
         """The log-probs that TRL gets for the reference while it generates."""
@@ -381,25 +257,13 @@ class KLXCoreMixin(KLXCheckpointMixin):
         for name, value in metrics.items():
             self._metrics[mode][f"klx/{name}"].append(value)
 
-    @torch.no_grad()
     def _klx_measure_sampler(self, batch: Batch) -> None:
         """Log how far the policy is from the sampler that drew the tokens, where TRL has the log-probs of both."""
         if "sampling_per_token_logps" not in batch or "old_per_token_logps" not in batch:
             return
-        sampler, policy, mask = (
-            batch["sampling_per_token_logps"],
-            batch["old_per_token_logps"],
-            self._klx_generated(batch),
-        )
-        mask = mask & ~sampler.isnan()  # tokens that vLLM could not score
-        per = mask.any(dim=1).sum() if self.args.kl_target_unit == "sequence" else mask.sum()
-        window = self._klx_window[self._klx_mode]
-        for name, kind in (("sampler_kl", "k3"), ("sampler_kl_k1", "k1")):
-            window.add(f"klx/{name}", kl_totals(estimate_kl(sampler, policy, kind), mask)[0], per)
-        log_weights = torch.where(mask, policy - sampler, -torch.inf)
-        weights = log_weights.clamp(max=20.0).exp()
-        window.add("klx/sampler_ess", weights.sum(), weights.square().sum(), mask.sum())
-        largest = torch.where(mask, (policy - sampler).abs(), 0.0).max()
+        sampler, policy = batch["sampling_per_token_logps"], batch["old_per_token_logps"]
+        window, mask = self._klx_window[self._klx_mode], self._klx_generated(batch)
+        largest = add_sampler_kl(window, sampler, policy, mask, self.args.kl_target_unit)
         self._metrics[self._klx_mode]["klx/sampler_max"].append(self.accelerator.gather(largest).max().item())
 
     # ---- Loss ----
@@ -454,39 +318,30 @@ class KLXCoreMixin(KLXCheckpointMixin):
 
     # ---- How far the policy has moved since the rollout ----
 
-    @torch.no_grad()
     def _klx_measure_update(self, inputs: Batch, policy: Scored) -> None:
-        """Measure KL(policy of the rollout || policy), where TRL has the log-probs of the rollout's policy."""
+        """Measure the KL to the rollout's policy, where TRL has its log-probs."""
         old_logps = inputs.get("old_per_token_logps", inputs.get("klx_old_logps"))
         if old_logps is None or self._klx_mode == "eval":
             return
-        total, tokens, sequences = kl_totals(
-            estimate_kl(old_logps, policy.logps.detach(), "k3"), self._klx_generated(inputs)
-        )
-        sums = (total, sequences if self.args.kl_target_unit == "sequence" else tokens)
+        sums = update_kl_sums(old_logps, policy.logps, self._klx_generated(inputs), self.args.kl_target_unit)
         self._klx_window["train"].add("klx/kl_update", *sums)
-        if self.args.kl_update_target is not None:
-            self._klx_update_sums.add("kl", *sums)
+        self._klx_update.add(*sums)
 
     def training_step(self, model, inputs, num_items_in_batch):
-        target = self.args.kl_update_target
-        if target is None:
+        if self.args.kl_update_target is None:
             return super().training_step(model, inputs, num_items_in_batch)
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
-            self._klx_update_passed = False
-        if self._klx_update_passed:
+            self._klx_update.begin()
+        if self._klx_update.passed:
             # Without gradients the optimizer leaves weights and moments as they are.
             self._step += 1
             loss = torch.zeros((), device=self.accelerator.device)
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
-            if not self._klx_update_passed:
-                total, count = self._klx_update_sums.pop(self._klx_reduce)["kl"]
-                self._klx_update_passed = total > target * count
-                if self._klx_update_passed:
-                    self.optimizer.zero_grad(set_to_none=True)
-            self._metrics["train"]["klx/update_stopped"].append(float(self._klx_update_passed))
+            if self._klx_update.passes(self._klx_reduce):
+                self.optimizer.zero_grad(set_to_none=True)
+            self._metrics["train"]["klx/update_stopped"].append(float(self._klx_update.passed))
         return loss
 
     # ---- Metrics ----
