@@ -15,13 +15,16 @@ from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 # Eight completions per generation batch in all of them.
 CASES = {
     "grpo-batch": {"algorithm": "grpo", "kl_centering": "batch"},
-    "grpo-batch-full": {"algorithm": "grpo", "kl_centering": "batch", "kl_estimator": "full", "kl_discount": 0.9},
+    "grpo-batch-full": {"algorithm": "grpo", "kl_centering": "batch", "kl_statistic": "full", "kl_discount": 0.9},
+    "grpo-batch-importance": {"algorithm": "grpo", "kl_centering": "batch", "kl_estimator": "importance"},
     "grpo-group": {"algorithm": "grpo", "kl_centering": "group"},
     # One group that lies on all processes.
     "grpo-wide-group": {"algorithm": "grpo", "kl_centering": "group", "num_generations": 8},
     "grpo-reward": {"algorithm": "grpo", "kl_placement": "reward", "num_generations": 8},
     "grpo-loss": {"algorithm": "grpo", "kl_placement": "loss"},
+    "grpo-loss-full": {"algorithm": "grpo", "kl_placement": "loss", "kl_estimator": "full"},
     "rloo-batch": {"algorithm": "rloo", "kl_centering": "batch"},
+    "rloo-loss": {"algorithm": "rloo", "kl_placement": "loss", "kl_ignore_tokens": ["eos"]},
     "rloo-reward": {"algorithm": "rloo", "kl_placement": "reward", "num_generations": 8},
 }
 

@@ -16,10 +16,12 @@ FIELDS = {
     "kl_ref_sync_steps": (None, 4),
     "kl_ref_mixup_alpha": (None, 0.5),
     "kl_placement": ("advantage", "reward"),
-    "kl_estimator": ("k1", "k3"),
+    "kl_estimator": ("k1", "importance"),
     "kl_centering": ("batch", "group"),
     "kl_discount": (0.0, 0.9),
     "kl_statistic": ("k3", "full"),
+    "kl_ignore_tokens": (None, ["eos", 5]),
+    "kl_update_target": (None, 0.5),
     "kl_controller": (None, "fixed"),
     "kl_target": (None, 6.0),
     "kl_target_unit": ("sequence", "token"),
@@ -31,6 +33,8 @@ FIELDS = {
     "kl_warn_window": (100, 20),
 }
 ESTIMATORS = ["k1", "k2", "k3", "abs", "full", "trlx", "importance"]
+# The estimators that each placement can penalise, its default first.
+PENALISED = {"advantage": ["k1", "importance"], "reward": ["k1", "importance"], "loss": ["k3", "k2", "full"]}
 CENTERINGS = ["batch", "microbatch", "group", "sequence", "none"]
 REFERENCES = {
     "kl_penalty_reference_step": 0,
@@ -38,6 +42,8 @@ REFERENCES = {
     "kl_ref_lag": 1,
     "kl_ref_sync_steps": 4,
 }
+# Several optimizer steps per rollout, without which `kl_update_target` has nothing to skip.
+SEVERAL_STEPS = {"num_iterations": 2}
 # A run in which every controller setting is read.
 ADAPTIVE = {"kl_penalty_coef": 0.1, "kl_target": 6.0}
 both_configs = pytest.mark.parametrize("config_class", CONFIGS)

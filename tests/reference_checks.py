@@ -41,9 +41,9 @@ class Watched:
         self.seen: list[dict] = []
         super().__init__(*args, **kwargs)
 
-    def _klx_score_reference(self, args, kwargs, logps=True):
+    def _klx_score_reference(self, args, kwargs):
         rng = torch.get_rng_state()
-        scored = super()._klx_score_reference(args, kwargs, logps)
+        scored = super()._klx_score_reference(args, kwargs)
         assert torch.equal(torch.get_rng_state(), rng)
         self.seen.append(
             {

@@ -19,13 +19,15 @@ from config_fields import (
     CONFIGS,
     ESTIMATORS,
     FIELDS,
+    PENALISED,
     REFERENCES,
+    SEVERAL_STEPS,
     both_configs,
     build,
     kl_fields,
     refusal,
 )
-from trl_klx import KLController, KLXGRPOConfig, KLXPPOConfig, KLXRLOOConfig, register_kl_controller
+from trl_klx import KLController, KLXPPOConfig, KLXRLOOConfig, register_kl_controller
 
 
 # ---- Combinations ----
@@ -85,13 +87,89 @@ def test_centering_and_discount_need_the_advantage_placement(config_class, place
     assert config.kl_centering == "none"
 
 
-@pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "k3"])
-@both_configs
-def test_loss_placement_knows_k3_only(config_class, estimator):
-    message = refusal(config_class, kl_penalty_coef=0.1, kl_placement="loss", kl_estimator=estimator)
-    assert f"`kl_estimator={estimator!r}` cannot be used with `kl_placement='loss'`" in message
-    assert "uses 'k3'" in message and "Unset `kl_estimator`" in message
-    assert build(config_class, kl_penalty_coef=0.1, kl_placement="loss", kl_estimator="k3").kl_estimator == "k3"
+PUSHES_AWAY = "it charges tokens that the policy samples less than the reference does, and so pushes them further away"
+REASONS = {
+    ("advantage", "k2"): PUSHES_AWAY,
+    ("advantage", "k3"): PUSHES_AWAY,
+    ("reward", "abs"): PUSHES_AWAY,
+    ("reward", "trlx"): PUSHES_AWAY,
+    ("advantage", "full"): "it is the same whatever token is sampled",
+    ("reward", "full"): "it is the same whatever token is sampled",
+    ("loss", "k1"): "the expected gradient of its term is zero",
+    ("loss", "importance"): "the expected gradient of its term is not that of KL(policy || reference)",
+    ("loss", "trlx"): "the expected gradient of its term is not that of KL(policy || reference)",
+    ("loss", "abs"): "the expected gradient of its term is not that of KL(policy || reference)",
+}
+
+
+@pytest.mark.parametrize(("placement", "estimator"), REASONS)
+@pytest.mark.parametrize("config_class", [*CONFIGS, KLXPPOConfig])
+def test_refused_estimators_are_given_a_reason(config_class, placement, estimator):
+    message = refusal(config_class, kl_penalty_coef=0.1, kl_placement=placement, kl_estimator=estimator)
+    assert f"`kl_placement={placement!r}`: {REASONS[placement, estimator]}" in message and ". Use one of " in message
+
+
+@pytest.mark.parametrize("config_class", [*CONFIGS, KLXPPOConfig])
+def test_importance_is_not_centered_in_its_own_sequence(config_class):
+    fields = {"kl_penalty_coef": 0.1, "kl_placement": "advantage", "kl_estimator": "importance"}
+    message = refusal(config_class, **fields, kl_centering="sequence")
+    assert "`kl_estimator='importance'` cannot be used with `kl_centering='sequence'`" in message
+    others = [name for name in CENTERINGS if name != "sequence"]
+    for centering in others if config_class is not KLXPPOConfig else [name for name in others if name != "group"]:
+        assert build(config_class, **fields, kl_centering=centering).kl_centering == centering
+
+
+def test_ppo_has_no_groups_with_one_completion_per_prompt():
+    fields = {"kl_placement": "advantage", "kl_centering": "group"}
+    message = refusal(KLXPPOConfig, **fields)
+    assert "`kl_centering='group'` has no groups with `num_generations=1`" in message
+    assert "Set `kl_centering='batch'`" in message
+    assert build(KLXPPOConfig, **fields, num_generations=2).kl_centering == "group"
+
+
+# ---- Options of TRL's that change what a penalty does ----
+
+
+def test_vespo_weighs_sequences_by_their_advantage():
+    message = refusal(kl_penalty_coef=0.1, loss_type="vespo")
+    assert "`loss_type='vespo'` cannot be used with `kl_placement='advantage'`" in message
+    assert "Set `kl_placement='reward'` or 'loss'" in message
+    for placement in ("reward", "loss"):
+        assert build(kl_penalty_coef=0.1, loss_type="vespo", kl_placement=placement).kl_placement == placement
+    assert build(kl_monitor=True, loss_type="vespo").kl_enabled
+
+
+def test_bias_correction_is_not_for_our_term():
+    message = refusal(kl_penalty_coef=0.1, kl_placement="loss", use_bias_correction_kl=False)
+    assert "`use_bias_correction_kl=False` has no effect with `kl_placement='loss'`" in message
+    assert "Unset it" in message
+
+
+@pytest.mark.parametrize("discount", [0.5, 1.0])
+def test_one_ratio_per_sequence_shares_what_each_token_pays(discount):
+    fields = {"kl_penalty_coef": 0.1, "importance_sampling_level": "sequence", "kl_discount": discount}
+    message = refusal(**fields)
+    assert f"`kl_discount={discount!r}` cannot be used with `importance_sampling_level='sequence'`" in message
+    assert "Set `kl_discount=0.0`" in message
+    assert build(**(fields | {"importance_sampling_level": "token"})).kl_discount == discount
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("off_policy_mask_threshold", 0.5), ("top_entropy_quantile", 0.2)], ids=str
+)
+@pytest.mark.parametrize(
+    "other", [{"importance_sampling_level": "sequence"}, {"loss_type": "cispo"}, {"loss_type": "sapo"}], ids=str
+)
+def test_options_that_decide_by_the_advantage_need_a_clipped_ratio_per_token(option, value, other):
+    fields = {"kl_penalty_coef": 0.1, option: value}
+    message = refusal(**fields, **other)
+    assert f"`{option}={value!r}` can be used with `kl_placement='advantage'` only where TRL clips a ratio" in message
+    assert "Set `kl_placement='reward'` or 'loss'" in message
+    for name, setting in other.items():
+        assert f"`{name}={setting!r}`" in message
+    assert getattr(build(**fields), option) == value
+    for placement in ("reward", "loss"):
+        assert getattr(build(**fields, **other, kl_placement=placement), option) == value
 
 
 @pytest.mark.parametrize("controller", ["adaptive", "exponential", "pid"])
@@ -255,11 +333,13 @@ MEANINGFUL_WITH_MONITOR = {
     "kl_ref_sync_steps": {},
     "kl_ref_mixup_alpha": {"kl_ref_sync_steps": 4},
     "kl_statistic": {},
+    "kl_ignore_tokens": {},
     "kl_target": {},
     "kl_target_unit": {},
     "kl_warn_window": {"kl_target": 6.0},
 }
-SWITCHES = {"kl_penalty_coef", "kl_monitor"}
+# These mean something while the penalty is off.
+SWITCHES = {"kl_penalty_coef", "kl_monitor", "kl_update_target"}
 
 
 @both_configs
@@ -331,6 +411,8 @@ OTHERS = {
     "kl_centering": names(*CENTERINGS),
     "kl_discount": numbers,
     "kl_statistic": names("k3", "full"),
+    "kl_ignore_tokens": st.sampled_from([None, ["eos"], [5, "w3"], ["7"], [], [None], "eos"]),
+    "kl_update_target": numbers,
     "kl_controller": names("fixed", "adaptive", "exponential", "pid"),
     "kl_target": numbers,
     "kl_target_unit": names("sequence", "token"),
@@ -341,6 +423,8 @@ OTHERS = {
     "kl_monitor": st.sampled_from([True, False, "yes"]),
     "kl_warn_window": numbers,
     "beta": st.sampled_from([0.0, 0.04]),
+    "num_iterations": st.sampled_from([1, 4]),
+    "top_p": st.sampled_from([1.0, 0.9]),
     "sync_ref_model": st.booleans(),
 }
 SPACE = st.fixed_dictionaries({"kl_penalty_coef": COEFFICIENTS}, optional=OTHERS)
@@ -389,7 +473,9 @@ SOUND = [
     {"kl_monitor": True, "kl_target": 6.0, "kl_warn_window": 5},
     {"kl_penalty_coef": 0.1},
     {"kl_penalty_coef": 0.1, "kl_placement": "loss", "kl_penalty_reference_step": 3},
-    {"kl_penalty_coef": 0.1, "kl_placement": "reward", "kl_estimator": "full", "kl_ref_adapter_path": "some/adapter"},
+    {"kl_penalty_coef": 0.1, "kl_placement": "reward", "kl_statistic": "full", "kl_ref_adapter_path": "some/adapter"},
+    {"kl_penalty_coef": 0.1, "kl_placement": "loss", "kl_estimator": "full", "kl_ignore_tokens": ["eos", 5]},
+    {"kl_update_target": 0.5, **SEVERAL_STEPS},
     {**ADAPTIVE, "kl_ref_sync_steps": 4, "kl_ref_mixup_alpha": 0.5, "kl_controller_kwargs": '{"clip": 0.3}'},
     {**ADAPTIVE, "kl_controller": "pid", "kl_centering": "group", "kl_discount": 0.9, "kl_target_unit": "token"},
 ]
@@ -427,12 +513,9 @@ def test_replace_validates():
         dataclasses.replace(config, generation_batch_size=None, kl_target=-1.0)
 
 
-@pytest.mark.parametrize("placement", ["advantage", "reward"])
-def test_exact_kl_as_a_penalty_warns(placement, tmp_path):
-    fields = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "kl_placement": placement}
-    fields |= {"scale_rewards": "none"}
-    with pytest.warns(UserWarning, match="`kl_estimator='full'` .* restrains far less than 'k1'"):
-        KLXGRPOConfig(**fields, kl_penalty_coef=0.05, kl_estimator="full")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        KLXGRPOConfig(**fields, kl_penalty_coef=0.05, kl_estimator="k1")
+@pytest.mark.parametrize("placement", PENALISED)
+def test_accepted_estimators_do_not_warn(placement):
+    for estimator in PENALISED[placement]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            build(kl_penalty_coef=0.05, kl_placement=placement, kl_estimator=estimator, scale_rewards="none")

@@ -14,7 +14,9 @@ from config_fields import (
     CENTERINGS,
     ESTIMATORS,
     FIELDS,
+    PENALISED,
     REFERENCES,
+    SEVERAL_STEPS,
     both_configs,
     build,
     kl_fields,
@@ -131,10 +133,13 @@ def test_every_field_from_yaml(config_class, tmp_path):
         "kl_ref_sync_steps": 4,
         "kl_ref_mixup_alpha": "5e-1",
         "kl_placement": "advantage",
-        "kl_estimator": "k2",
+        "kl_estimator": "importance",
         "kl_centering": "group",
         "kl_discount": 1,
         "kl_statistic": "full",
+        "kl_ignore_tokens": "[eos, 5, \"7\", w3]",
+        "kl_update_target": "1e-1",
+        "num_iterations": 2,
         "kl_controller": "adaptive",
         "kl_target": 6,
         "kl_target_unit": "token",
@@ -155,10 +160,12 @@ def test_every_field_from_yaml(config_class, tmp_path):
         "kl_ref_sync_steps": 4,
         "kl_ref_mixup_alpha": 0.5,
         "kl_placement": "advantage",
-        "kl_estimator": "k2",
+        "kl_estimator": "importance",
         "kl_centering": "group",
         "kl_discount": 1,
         "kl_statistic": "full",
+        "kl_ignore_tokens": ["eos", 5, 7, "w3"],
+        "kl_update_target": 0.1,
         "kl_controller": "adaptive",
         "kl_target": 6,
         "kl_target_unit": "token",
@@ -187,10 +194,13 @@ def test_every_field_from_flags(config_class, tmp_path):
         "kl_ref_sync_steps": 4,
         "kl_ref_mixup_alpha": 0.5,
         "kl_placement": "advantage",
-        "kl_estimator": "abs",
-        "kl_centering": "sequence",
+        "kl_estimator": "importance",
+        "kl_centering": "group",
         "kl_discount": 0.9,
         "kl_statistic": "full",
+        "kl_ignore_tokens": ["eos", 5, "w3"],
+        "kl_update_target": 0.1,
+        "num_iterations": 2,
         "kl_controller": "adaptive",
         "kl_target": 6.0,
         "kl_target_unit": "token",
@@ -203,7 +213,8 @@ def test_every_field_from_flags(config_class, tmp_path):
     }
     flags = []
     for name, value in wanted.items():
-        flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        flags += [f"--{name}", *map(str, values)]
     config = parse(config_class, tmp_path, flags)
     assert {name: getattr(config, name) for name in wanted} == wanted
 
@@ -269,6 +280,8 @@ BAD_VALUES = {
     "kl_centering": ["microbatches", "", 1, False],
     "kl_discount": [-0.1, 1.0001, None, *NAN_AND_INFINITIES, *NO_NUMBERS],
     "kl_statistic": ["k1", "k2", "Full", "", 1, ["k3"]],
+    "kl_ignore_tokens": [[], "eos", 5, [1.5], [None], [True], ["eos", ["a"]], {"eos": 1}],
+    "kl_update_target": [0, 0.0, -0.5, *NAN_AND_INFINITIES, *NO_NUMBERS],
     "kl_controller": ["pi", "Adaptive", "", 1, ["pid"]],
     "kl_target": [0, 0.0, -6.0, *NAN_AND_INFINITIES, *NO_NUMBERS],
     "kl_target_unit": ["tokens", "", None, 1],
@@ -291,6 +304,8 @@ REMEDIES = {
     "kl_centering": ", ".join(repr(name) for name in CENTERINGS),
     "kl_discount": "Set it to 0.0",
     "kl_statistic": "'k3', 'full'",
+    "kl_ignore_tokens": "leave it unset so that every token counts",
+    "kl_update_target": "Leave it unset to make every pass",
     "kl_controller": "'adaptive', 'exponential', 'fixed', ",
     "kl_target": "Leave it unset",
     "kl_target_unit": "'sequence', 'token'",
@@ -318,11 +333,33 @@ def test_bad_value_is_refused_with_field_value_and_remedy(config_class, name, va
     assert REMEDIES[name] in message
 
 
-@pytest.mark.parametrize(("name", "values"), [("kl_estimator", ESTIMATORS), ("kl_centering", CENTERINGS)])
+@pytest.mark.parametrize("centering", CENTERINGS)
 @both_configs
-def test_every_choice_is_accepted(config_class, name, values):
-    for value in values:
-        assert getattr(build(config_class, kl_penalty_coef=0.1, **{name: value}), name) == value
+def test_every_centering_is_accepted(config_class, centering):
+    assert build(config_class, kl_penalty_coef=0.1, kl_centering=centering).kl_centering == centering
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("placement", PENALISED)
+@both_configs
+def test_every_estimator_is_accepted_or_refused_by_its_placement(config_class, placement, estimator):
+    fields = {"kl_penalty_coef": 0.1, "kl_placement": placement, "kl_estimator": estimator}
+    if estimator in PENALISED[placement]:
+        assert build(config_class, **fields).kl_estimator == estimator
+        return
+    message = refusal(config_class, **fields)
+    assert message.startswith(f"`kl_estimator={estimator!r}` cannot be used with `kl_placement={placement!r}`: ")
+    assert f"Use one of {', '.join(map(repr, PENALISED[placement]))}" in message
+    assert "`kl_statistic='full'`" in message
+
+
+@both_configs
+def test_update_target_is_accepted_with_and_without_the_penalty(config_class):
+    fields = {"kl_update_target": 0.5, **SEVERAL_STEPS}
+    assert build(config_class, **fields).kl_update_target == 0.5
+    assert build(config_class, kl_penalty_coef=0.1, **fields).kl_update_target == 0.5
+    assert build(config_class, kl_monitor=True, **fields).kl_update_target == 0.5
+    assert not build(config_class, **fields).kl_enabled
 
 
 def test_bounds_in_the_wrong_order():

@@ -63,7 +63,7 @@ def assert_sound(trainer, steps: int = 4) -> None:
     assert all(torch.isfinite(weight).all() for weight in weights(trainer).values())
     assert all(math.isfinite(value) for value in logged(trainer, "klx/kl"))
     assert trainer.args.kl_coef_min <= trainer.kl_controller.value <= trainer.args.kl_coef_max
-    json.dumps(trainer._klx_state(), allow_nan=False)
+    json.dumps(trainer.kl_control.state_dict(), allow_nan=False)
 
 
 # ---- kill -9 ----
@@ -316,12 +316,12 @@ def test_policy_that_runs_away(trainer, controller, tmp_path):
 def test_kl_that_is_not_a_number_changes_nothing(trainer, tmp_path):
     run = build(trainer, tmp_path, model=trained_lora(1, scale=0.1), kl_ref_lag=2, max_steps=2)
     run.train()
-    before = run._klx_state()
+    before = run.kl_control.state_dict()
     run.model.train()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        rollout = run._klx_rollouts["train"]
-        rollout.totals[[0, 3]] = math.nan  # the sums of the KL
-        run._klx_finish(rollout)
-    assert run._klx_state() == before
+        rollout, nothing = run.kl_control.begin(), torch.full((2, 3), math.nan)
+        run.kl_control.add(rollout, TokenKL(nothing, nothing, nothing), torch.ones(2, 3, dtype=torch.bool))
+        run.kl_control.finish(rollout, reduce=lambda sums: sums, train=True)
+    assert run.kl_control.state_dict() == before
     assert any("got a KL of nan" in str(warning.message) for warning in caught)

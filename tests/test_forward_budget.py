@@ -141,7 +141,7 @@ def test_monitor_costs_no_policy_pass(algorithm, batching, tmp_path):
 @pytest.mark.parametrize(("batching", "extra"), [(ONE, 0), (ACCUMULATED, 1)], ids=["one", "accumulated"])
 @pytest.mark.parametrize(
     "fields",
-    [{"kl_penalty_reference_step": 0}, {"kl_ref_lag": 1}, {"kl_ref_sync_steps": 2}, {"kl_estimator": "full"}],
+    [{"kl_penalty_reference_step": 0}, {"kl_ref_lag": 1}, {"kl_ref_sync_steps": 2}, {"kl_statistic": "full"}],
     ids=["step", "lag", "sync", "full"],
 )
 @pytest.mark.parametrize("adapter", ["full", "lora"])

@@ -32,6 +32,8 @@ KL_FIELDS = {
     "kl_centering": ["batch", "microbatch", "group", "sequence", "none"],
     "kl_discount": [0.0, 0.5, 1, 1.0],
     "kl_statistic": ["k3", "full"],
+    "kl_ignore_tokens": [["eos"], [5], ["w3", 1], ["unknown word"], [10**6], ["7"]],
+    "kl_update_target": [1e-9, 0.1, 5],
     "kl_controller": ["fixed", "adaptive", "exponential", "pid"],
     "kl_target": [1e-6, 0.2, 6, 1e6],
     "kl_target_unit": ["sequence", "token"],
@@ -59,6 +61,8 @@ HOST_FIELDS = {
     "learning_rate": [0.0, 1e-3, 0.1],
     "beta": [0.0, 0.1],
     "log_completions": [True],
+    "top_p": [0.9],
+    "top_k": [5],
 }
 PPO_FIELDS = {
     "num_generations": [1, 2],
@@ -81,7 +85,14 @@ PPO_FIELDS = {
 TRAINERS = {
     "GRPO": (
         KLXGRPOTrainer,
-        HOST_FIELDS | {"loss_type": ["grpo", "bnpo", "dr_grpo", "dapo"], "scale_rewards": ["none"]},
+        HOST_FIELDS
+        | {
+            "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"],
+            "scale_rewards": ["none"],
+            "importance_sampling_level": ["sequence"],
+            "top_entropy_quantile": [0.5],
+            "off_policy_mask_threshold": [0.1],
+        },
     ),
     "RLOO": (KLXRLOOTrainer, HOST_FIELDS | {"normalize_advantages": [True]}),
     "PPO": (KLXPPOTrainer, HOST_FIELDS | PPO_FIELDS),

@@ -100,12 +100,12 @@ def check_restored_or_refused(run, files) -> None:
     # Restored or not, nothing that the run goes on with is broken.
     args = trainer.args
     assert args.kl_coef_min <= trainer.kl_controller.value <= args.kl_coef_max
-    assert all(math.isfinite(value) for value in trainer._klx_drift.state_dict()["values"])
+    assert all(math.isfinite(value) for value in trainer.kl_control.drift.state_dict()["values"])
     assert all(torch.isfinite(weight).all() for weight in trainer.kl_reference.weights().values())
     trainer.kl_controller.update(0.3, 4)
     trainer.kl_reference.follow(7)
     assert all(torch.isfinite(weight).all() for weight in trainer.kl_reference.state().values())
-    json.dumps(trainer._klx_state(), allow_nan=False)
+    json.dumps(trainer.kl_control.state_dict(), allow_nan=False)
     assert sorted(os.listdir(folder.parent)) == before
 
 

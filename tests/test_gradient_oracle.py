@@ -23,7 +23,7 @@ from gradient_oracle import (
 )
 from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
 from trl_klx.maths.estimators import KL_ESTIMATORS
-from trl_klx.trainers.config import KL_CENTERINGS, KL_PLACEMENTS
+from trl_klx.trainers.field_rules import KL_CENTERINGS, KL_PLACEMENTS
 
 
 # Tokens of the population, by which TRL's default loss divides.

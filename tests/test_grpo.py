@@ -7,7 +7,15 @@ import torch
 from transformers import CohereConfig, CohereForCausalLM
 from trl import GRPOTrainer
 
-from grpo_checks import ACCUMULATED, ESTIMATORS, LORA, check_adaptive_trace, check_advantages, rollout_with_tools
+from grpo_checks import (
+    ACCUMULATED,
+    ESTIMATORS,
+    LORA,
+    check_adaptive_trace,
+    check_advantages,
+    check_statistic,
+    rollout_with_tools,
+)
 from oracle import centering_sets, kl_of_tokens, plain_model, sampled_logps
 from tiny import (
     build_dataset,
@@ -24,7 +32,8 @@ from trl_klx import KLXGRPOTrainer
 
 
 CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+# All of TRL's but "vespo", which is refused in the advantage.
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
 
 
 # ---- kl_placement="advantage" ----
@@ -69,13 +78,14 @@ def test_exact_kl_when_the_lm_head_is_trained_too(batching, fields, tmp_path):
         recording(KLXGRPOTrainer),
         tmp_path,
         kl_penalty_coef=0.3,
-        kl_estimator="full",
+        kl_statistic="full",
         learning_rate=4e-3,
         extras={"peft_config": lora(modules_to_save=["lm_head"])},
         **batching,
         **fields,
     )
-    check_advantages(trainer, build_model(), "full")
+    check_advantages(trainer, build_model())
+    check_statistic(trainer, trainer.generated, "full")
 
 
 def test_exact_kl_refuses_an_adapter_on_the_lm_head(tmp_path):
@@ -85,7 +95,7 @@ def test_exact_kl_refuses_an_adapter_on_the_lm_head(tmp_path):
             KLXGRPOTrainer,
             tmp_path,
             kl_penalty_coef=0.3,
-            kl_estimator="full",
+            kl_statistic="full",
             extras={"peft_config": lora(target_modules=["q_proj", "lm_head"])},
         )
 
@@ -107,7 +117,7 @@ def test_exact_kl_refuses_logits_that_it_cannot_rebuild(tmp_path):
             tmp_path,
             model=model,
             kl_penalty_coef=0.3,
-            kl_estimator="full",
+            kl_statistic="full",
             mask_truncated_completions=True,
             extras={"rollout_func": rollout},
         )
@@ -127,9 +137,9 @@ def test_advantages_with_discount(centering, tmp_path):
     check_advantages(trainer, build_model(), discount=0.9)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "full"])
+@pytest.mark.parametrize("statistic", ["k3", "full"])
 @pytest.mark.parametrize("centering", CENTERINGS)
-def test_advantages_of_reused_batches(centering, estimator, tmp_path):
+def test_advantages_of_reused_batches(centering, statistic, tmp_path):
     # Two optimizer steps per generation batch, and each twice: the policy moves while the batch is in use, and the
     # adjustment stays that of the policy that made it.
     trainer = train(
@@ -137,14 +147,15 @@ def test_advantages_of_reused_batches(centering, estimator, tmp_path):
         tmp_path,
         kl_penalty_coef=0.3,
         kl_centering=centering,
-        kl_estimator=estimator,
+        kl_statistic=statistic,
         steps_per_generation=2,
         num_iterations=2,
         max_steps=8,
         extras=LORA,
     )
     assert [loss["rollout"] for loss in trainer.losses] == [0] * 4 + [1] * 4
-    check_advantages(trainer, build_model(), estimator)
+    check_advantages(trainer, build_model())
+    check_statistic(trainer, trainer.generated, statistic)
     assert len(logged(trainer, "klx/kl")) == 2
 
 
@@ -155,12 +166,13 @@ def test_exact_kl_of_reused_batches(tmp_path):
         tmp_path,
         kl_penalty_coef=0.3,
         kl_centering="microbatch",
-        kl_estimator="full",
+        kl_statistic="full",
         steps_per_generation=2,
         max_steps=4,
         learning_rate=2e-3,
     )
-    check_advantages(trainer, build_model(), "full")
+    check_advantages(trainer, build_model())
+    check_statistic(trainer, trainer.generated, "full")
 
 
 def test_advantages_of_a_batch_used_twice_in_one_step(tmp_path):
@@ -339,7 +351,7 @@ def test_rollouts_of_a_function(tmp_path):
         {"top_entropy_quantile": 0.5, "entropy_coef": 0.01},
         {"delta": 2.0, "loss_type": "bnpo", "num_iterations": 2},
         {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"},
-        {"cast_lm_head_to_fp32": True, "pad_to_multiple_of": 8, "kl_estimator": "full"},
+        {"cast_lm_head_to_fp32": True, "pad_to_multiple_of": 8, "kl_statistic": "full"},
         {"disable_dropout": True, "shuffle_dataset": False, "lora_dropout": 0.5},
     ],
     ids=lambda fields: "+".join(fields),
@@ -348,7 +360,11 @@ def test_other_settings_of_trl(fields, tmp_path):
     fields = dict(fields)
     extras = {"peft_config": lora(lora_dropout=fields.pop("lora_dropout", 0.0))}
     trainer = train(recording(KLXGRPOTrainer), tmp_path, kl_penalty_coef=0.3, extras=extras, **ACCUMULATED, **fields)
-    check_advantages(trainer, build_model(), fields.get("kl_estimator", "k1"))
+    check_advantages(trainer, build_model())
+    check_statistic(trainer, trainer.generated, fields.get("kl_statistic", "k3"))
+    # Where TRL decides by the advantages what becomes of a token, the adjustment stays out of them.
+    apart = {"off_policy_mask_threshold", "top_entropy_quantile"} & fields.keys()
+    assert all(("klx_adjustment" in loss) == bool(apart) for loss in trainer.losses)
     assert all(math.isfinite(value) for value in logged(trainer, "loss") + logged(trainer, "grad_norm"))
 
 
@@ -362,21 +378,22 @@ def test_dropout_of_the_policy_is_not_in_the_reference(tmp_path):
         kl_placement="loss",
         extras={"peft_config": lora(lora_dropout=0.5)},
     )
-    for batch in trainer.generated:
-        counts = batch["completion_mask"].bool()
+    assert trainer.losses
+    for loss in trainer.losses:
+        counts = loss["completion_mask"].bool()
         with torch.no_grad():
-            expected = sampled_logps(build_model().eval(), batch).float()
-        torch.testing.assert_close(batch["ref_per_token_logps"][counts], expected[counts], atol=1e-5, rtol=0)
+            expected = sampled_logps(build_model().eval(), loss).float()
+        torch.testing.assert_close(loss["klx_ref_logps"][counts], expected[counts], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "full"])
-def test_half_precision(estimator, tmp_path):
+@pytest.mark.parametrize("statistic", ["k3", "full"])
+def test_half_precision(statistic, tmp_path):
     trainer = train(
         recording(KLXGRPOTrainer),
         tmp_path,
         model=build_model().to(torch.bfloat16),
         kl_penalty_coef=0.3,
-        kl_estimator=estimator,
+        kl_statistic=statistic,
         **ACCUMULATED,
     )
     assert logged(trainer, "klx/kl")[0] == 0.0 and logged(trainer, "klx/kl")[-1] > 1e-3
@@ -395,8 +412,11 @@ def test_iterable_dataset(tmp_path):
     check_advantages(trainer, build_model())
 
 
-def test_gradient_checkpointing(tmp_path):
-    fields = {"kl_penalty_coef": 0.3, "kl_estimator": "full", "extras": LORA, **ACCUMULATED}
+@pytest.mark.parametrize(
+    "kl", [{"kl_statistic": "full"}, {"kl_placement": "loss", "kl_estimator": "full"}], ids=["measured", "in the loss"]
+)
+def test_gradient_checkpointing(kl, tmp_path):
+    fields = {"kl_penalty_coef": 0.3, "extras": LORA, **kl, **ACCUMULATED}
     without = train(KLXGRPOTrainer, tmp_path, **fields)
     with_it = train(KLXGRPOTrainer, tmp_path, gradient_checkpointing=True, **fields)
     for name in ("loss", "grad_norm", "klx/kl"):

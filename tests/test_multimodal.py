@@ -68,9 +68,9 @@ def build_pictures(rows: int = 8) -> Dataset:
     return Dataset.from_dict({"prompt": prompts, "image": images})
 
 
-@pytest.mark.parametrize("estimator", ["k1", "full"])
+@pytest.mark.parametrize("statistic", ["k3", "full"])
 @pytest.mark.parametrize("trainer_class", [KLXGRPOTrainer, KLXRLOOTrainer], ids=["grpo", "rloo"])
-def test_images_reach_policy_and_reference(trainer_class, estimator, tmp_path):
+def test_images_reach_policy_and_reference(trainer_class, statistic, tmp_path):
     trainer = build_trainer(
         recording(trainer_class),
         tmp_path,
@@ -78,7 +78,7 @@ def test_images_reach_policy_and_reference(trainer_class, estimator, tmp_path):
         dataset=build_pictures(),
         extras={"processing_class": build_processor()},
         kl_penalty_coef=0.3,
-        kl_estimator=estimator,
+        kl_statistic=statistic,
         gradient_accumulation_steps=2,
         learning_rate=2e-3,
         # A sampled image token would stand for no image; TRL 1.14 does not see to that.
@@ -89,7 +89,7 @@ def test_images_reach_policy_and_reference(trainer_class, estimator, tmp_path):
     for loss in trainer.losses:
         batch, rows = trainer.generated[loss["rollout"]], loss["row"].tolist()
         assert "pixel_values" in batch
-        kl, counts = kl_of_tokens(batch["policy"], reference, batch, estimator), counting(batch)
+        kl, counts = kl_of_tokens(batch["policy"], reference, batch), counting(batch)
         expected = centered(kl, counts, coefs[loss["rollout"]], centering_sets("batch", len(kl), 2, rows))[rows]
         found = loss.get("klx_adjustment")
         if found is None:
@@ -97,6 +97,9 @@ def test_images_reach_policy_and_reference(trainer_class, estimator, tmp_path):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         largest = max(largest, expected.abs().max().item())
     assert largest > 1e-3
+    for generated, logged_kl in zip(trainer.generated, logged(trainer, "klx/kl"), strict=True):
+        measured = kl_of_tokens(generated["policy"], reference, generated, statistic)
+        assert logged_kl == pytest.approx(sum(map(sum, measured)) / len(measured), rel=1e-4, abs=1e-6)
     # Without the images the numbers would be others.
     blind = {**batch, "pixel_values": torch.zeros_like(batch["pixel_values"])}
     assert abs(sum(map(sum, kl_of_tokens(batch["policy"], reference, blind))) - sum(map(sum, kl))) > 1e-3

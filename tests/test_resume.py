@@ -69,7 +69,7 @@ def test_resumed_run_equals_the_uninterrupted_one(name, killed, adapter, tmp_pat
     assert resumed.state.global_step == 6
     assert_same_outcome(outcome(whole), outcome(resumed))
     assert resumed.kl_controller.state_dict() == whole.kl_controller.state_dict()
-    assert resumed._klx_drift.state_dict() == whole._klx_drift.state_dict()
+    assert resumed.kl_control.drift.state_dict() == whole.kl_control.drift.state_dict()
     reference, expected = resumed.kl_reference.weights(), whole.kl_reference.weights()
     assert_same_weights(reference, expected)
 

@@ -7,7 +7,16 @@ import pytest
 import torch
 from trl import RLOOConfig, RLOOTrainer
 
-from oracle import centered, centering_sets, counting, discounted, kl_of_tokens, plain_model, sampled_logps
+from oracle import (
+    centered,
+    centering_sets,
+    counting,
+    discounted,
+    kl_of_tokens,
+    log_distributions,
+    plain_model,
+    sampled_logps,
+)
 from tiny import (
     RUN,
     build_dataset,
@@ -26,7 +35,8 @@ from trl_klx.maths.losses import clipped_surrogate
 from trl_klx.trainers import rloo
 
 
-ESTIMATORS = ("k1", "k2", "k3", "abs", "full", "trlx", "importance")
+# What can be penalised through rewards and advantages.
+ESTIMATORS = ("k1", "importance")
 CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
 LORA = {"peft_config": lora()}
 ACCUMULATED = {"gradient_accumulation_steps": 2}
@@ -148,12 +158,16 @@ def test_other_settings_of_trl(fields, tmp_path):
         assert masked.any() and not masked.all()
 
 
+def move(model, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.05 * torch.randn(weight.shape, generator=generator)
+
+
 def first_batch(trainer) -> dict:
     """What the loss gets first, for a policy that has already left its reference."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in trainer.model.parameters():
-            weight += 0.05 * torch.randn(weight.shape, generator=generator)
+    move(trainer.model, seed=3)
     trainer.model.train()
     return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
@@ -296,12 +310,14 @@ def test_reward_placement(estimator, reward_func, tmp_path):
 
 
 @pytest.mark.parametrize("batching", [{}, ACCUMULATED], ids=["one", "accumulated"])
-def test_loss_placement(batching, tmp_path):
+@pytest.mark.parametrize("estimator", ["k2", "k3", "full"])
+def test_loss_placement(estimator, batching, tmp_path):
     trainer = train(
         recording(KLXRLOOTrainer),
         tmp_path,
         kl_penalty_coef=0.3,
         kl_placement="loss",
+        kl_estimator=estimator,
         kl_controller="exponential",
         kl_target=0.05,
         extras=LORA,
@@ -311,23 +327,47 @@ def test_loss_placement(batching, tmp_path):
     assert coefs[0] == 0.3 and len(set(coefs)) == 3
     for loss in trainer.losses:
         batch = trainer.generated[loss["rollout"]]
-        kl = kl_of_tokens(batch["policy"], build_model(), batch, "k3")
+        # On policy every ratio is 1.
+        kl = kl_of_tokens(batch["policy"], build_model(), batch, estimator)
         rows = loss["row"].tolist()
         added = coefs[loss["rollout"]] * sum(sum(kl[row]) for row in rows) / len(rows)
         assert (loss["total"] - loss["loss"]).item() == pytest.approx(added, rel=1e-4, abs=1e-6)
 
 
-def test_loss_placement_gradient(tmp_path):
-    trainer = build_trainer(recording(KLXRLOOTrainer), tmp_path, kl_penalty_coef=0.5, kl_placement="loss")
+@pytest.mark.parametrize("moved", [False, True], ids=["on policy", "off policy"])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "full"])
+def test_loss_placement_gradient(estimator, moved, tmp_path):
+    # A ratio beyond the clipping range would take its sequence out of TRL's own loss.
+    trainer = build_trainer(
+        recording(KLXRLOOTrainer),
+        tmp_path,
+        kl_penalty_coef=0.5,
+        kl_placement="loss",
+        kl_estimator=estimator,
+        epsilon=1e6,
+    )
     batch = first_batch(trainer)
+    with torch.no_grad():
+        old = sampled_logps(plain_model(trainer.model), batch)
+        reference = log_distributions(build_model().eval(), batch)
+    if moved:
+        move(trainer.model, seed=5)
     ours = gradients(trainer.model, trainer._compute_loss(trainer.model, batch))
     policy = plain_model(trainer.model)
-    logps = sampled_logps(policy, batch)
-    with torch.no_grad():
-        reference = sampled_logps(build_model().eval(), batch)
-    k3 = torch.exp(reference - logps) - 1 + logps - reference
-    per_token = (batch["advantages"].unsqueeze(1) * logps - 0.5 * k3) * batch["completion_mask"]
-    assert_same_gradients(ours, gradients(policy, -per_token.sum(1).mean()))
+    mask = batch["completion_mask"]
+    distributions = log_distributions(policy, batch)
+    logps, ref_logps = (
+        table.gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2) for table in (distributions, reference)
+    )
+    ratio, drift = torch.exp(logps - old), logps - ref_logps
+    terms = {
+        "k2": ratio.detach() * drift**2 / 2,
+        "k3": ratio * (torch.exp(-drift) - 1 + drift),
+        "full": (distributions.exp() * (distributions - reference)).sum(2),
+    }
+    sequence_ratio = torch.exp(((logps - old) * mask).sum(1))
+    loss = -(batch["advantages"] * sequence_ratio).mean() + 0.5 * (terms[estimator] * mask).sum(1).mean()
+    assert_same_gradients(ours, gradients(policy, loss))
 
 
 # ---- Common ----

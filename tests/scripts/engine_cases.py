@@ -55,11 +55,11 @@ REFERENCES = {
 CASES = {
     "grpo-lora-base": {},
     "grpo-lora-adapter": {"kl_placement": "loss"},
-    "grpo-lora-start-exact": {"kl_estimator": "full"},
+    "grpo-lora-start-exact": {"kl_statistic": "full"},
     "grpo-lora-step": {"kl_placement": "reward"},
     "grpo-lora-lag": {},
     "grpo-lora-sync": {"kl_centering": "group"},
-    "grpo-full-base-exact": {"kl_estimator": "full"},
+    "grpo-full-base-exact": {"kl_statistic": "full"},
     "grpo-full-step": {},
     "grpo-full-lag": {},
     "grpo-full-sync": {},
@@ -73,7 +73,7 @@ CASES = {
     "ppo-lora-start": {},
     "ppo-lora-lag": {"kl_placement": "advantage"},
     "ppo-full-base": {},
-    "ppo-full-base-frozen": {"num_layers_unfrozen": 1, "kl_estimator": "full"},
+    "ppo-full-base-frozen": {"num_layers_unfrozen": 1, "kl_statistic": "full"},
     "ppo-full-lag": {},
     # The sampler is the engine's own, and has no choice.
     "grpo-lora-adapter-sampled": {"top_k": 1},

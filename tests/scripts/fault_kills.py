@@ -52,7 +52,7 @@ def result(trainer) -> dict:
     else:
         found = dict(zip(("history", "weights"), outcome(trainer), strict=True))
     found["controller"] = trainer.kl_controller.state_dict()
-    found["drift"] = trainer._klx_drift.state_dict()
+    found["drift"] = trainer.kl_control.drift.state_dict()
     found["reference"] = {name: weight.detach() for name, weight in trainer.kl_reference.weights().items()}
     return found
 

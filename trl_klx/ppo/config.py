@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from trl import GRPOConfig
 
-from ..trainers.config import KLXGRPOConfig, _number, _one_of
+from ..trainers.config import KLXGRPOConfig
+from ..trainers.field_rules import FieldRule, number, one_of
 
 
 class _OneGeneration(int):
@@ -35,38 +36,34 @@ COMPUTED = {
 REWARD_SCALINGS = ("none", "running", "ref")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 
-# By field: whether a value is sound, what a sound one is, what to set instead. Fields that default to None may be None.
-_VALUES = {
-    "num_generations": (*_number(">= 1", 1, kind=int), "Set it to 1: PPO needs no group."),
-    "num_ppo_epochs": (*_number(">= 1", 1, kind=int), "The default is 4."),
-    "num_mini_batches": (*_number(">= 1", 1, kind=int), "Set it to 1 for one optimizer step per rollout and epoch."),
-    "gamma": (*_number("in [0, 1]", 0.0, 1.0), "Set it to 1.0 for no discount."),
-    "lam": (*_number("in [0, 1]", 0.0, 1.0), "The default is 0.95."),
-    "cliprange": (*_number("> 0", 0.0, above=True), "The default is 0.2."),
-    "cliprange_value": (*_number("> 0", 0.0, above=True), "Set it to a large number such as 1e6 to clip no value."),
-    "vf_coef": (*_number(">= 0", 0.0), "Set it to 0.0 to leave the value function untrained."),
-    "missing_eos_penalty": (*_number(">= 0", 0.0), "It is subtracted. Leave it unset for no penalty."),
-    "reward_scaling": _one_of(REWARD_SCALINGS),
-    "cliprange_reward": (*_number("> 0", 0.0, above=True), "Leave it unset to clip no score."),
-    "num_layers_unfrozen": (*_number(">= 1", 1, kind=int), "Leave it unset to train all layers."),
-    "stop_strings": (
+# Fields that default to None may also be None.
+PPO_RULES = {
+    "num_generations": number(">= 1", 1, "Set it to 1: PPO needs no group.", kind=int),
+    "num_ppo_epochs": number(">= 1", 1, "The default is 4.", kind=int),
+    "num_mini_batches": number(">= 1", 1, "Set it to 1 for one optimizer step per rollout and epoch.", kind=int),
+    "gamma": number("in [0, 1]", 0.0, "Set it to 1.0 for no discount.", 1.0),
+    "lam": number("in [0, 1]", 0.0, "The default is 0.95.", 1.0),
+    "cliprange": number("> 0", 0.0, "The default is 0.2.", above=True),
+    "cliprange_value": number("> 0", 0.0, "Set it to a large number such as 1e6 to clip no value.", above=True),
+    "vf_coef": number(">= 0", 0.0, "Set it to 0.0 to leave the value function untrained."),
+    "missing_eos_penalty": number(">= 0", 0.0, "It is subtracted. Leave it unset for no penalty."),
+    "reward_scaling": one_of(REWARD_SCALINGS),
+    "cliprange_reward": number("> 0", 0.0, "Leave it unset to clip no score.", above=True),
+    "num_layers_unfrozen": number(">= 1", 1, "Leave it unset to train all layers.", kind=int),
+    "stop_strings": FieldRule(
         lambda value: isinstance(value, list) and value and all(isinstance(stop, str) and stop for stop in value),
         "a list of texts",
         'Write it as ["Human:"], or leave it unset.',
     ),
-    "local_rollout_forward_batch_size": (
-        *_number(">= 1", 1, kind=int),
-        "Leave it unset for `per_device_train_batch_size`.",
+    "local_rollout_forward_batch_size": number(
+        ">= 1", 1, "Leave it unset for `per_device_train_batch_size`.", kind=int
     ),
-    "total_episodes": (*_number(">= 1", 1, kind=int), "Leave it unset and set `max_steps` or `num_train_epochs`."),
-    "stop_token": (*_one_of(("eos",))[:2], "EOS always ends a completion. For another end, set `stop_strings`."),
-    "stop_token_id": (*_number(">= 0", 0, kind=int), "Leave it unset to end at EOS only."),
-    "num_sample_generations": (*_number(">= 0", 0, kind=int), "Set `log_completions=True` instead."),
-    "dataset_num_proc": (*_number(">= 1", 1, kind=int), "Leave it unset for one process."),
-    "loss_type": (
-        *_one_of(LOSS_TYPES)[:2],
-        "Set it to one of them: they are PPO's clipped loss, averaged differently.",
-    ),
+    "total_episodes": number(">= 1", 1, "Leave it unset and set `max_steps` or `num_train_epochs`.", kind=int),
+    "stop_token": one_of(("eos",), "EOS always ends a completion. For another end, set `stop_strings`."),
+    "stop_token_id": number(">= 0", 0, "Leave it unset to end at EOS only.", kind=int),
+    "num_sample_generations": number(">= 0", 0, "Set `log_completions=True` instead.", kind=int),
+    "dataset_num_proc": number(">= 1", 1, "Leave it unset for one process.", kind=int),
+    "loss_type": one_of(LOSS_TYPES, "Set it to one of them: they are PPO's clipped loss, averaged differently."),
 }
 
 # Fields of GRPO that nothing in PPO reads, and what to set instead.
@@ -320,10 +317,10 @@ class KLXPPOConfig(KLXGRPOConfig):
             )
 
     def _validate_ppo_values(self):
-        for name, (is_sound, sound, remedy) in _VALUES.items():
+        for name, rule in PPO_RULES.items():
             value = getattr(self, name)
-            if not is_sound(value) and not (value is None and self._default(name) is None):
-                raise ValueError(f"`{name}` must be {sound}, got {value!r}. {remedy}")
+            if value is not None or self._default(name) is not None:
+                rule.check(name, value)
 
     def _validate_ppo_combinations(self):
         if self.total_episodes is not None and self.max_steps > 0:

@@ -1,0 +1,59 @@
+"""The penalty in the rewards: of a completion, or in PPO of each token."""
+
+import warnings
+from typing import Any
+
+import torch
+
+from ...maths.totals import sum_kl_per_sequence
+from ..rollout import Rollout, TokenKL
+from .base import Batch, ScorePlacement, register_placement
+
+
+class SequenceRewardPlacement(ScorePlacement):
+    """The KL of a completion is subtracted from its reward, before TRL's baseline."""
+
+    asks_at_generation = True
+
+
+@register_placement("reward", "grpo")
+class GRPOReward(SequenceRewardPlacement):
+    """A reward function named `kl_penalty`, so that TRL's own baseline and scaling apply."""
+
+    @classmethod
+    def check(cls, args: Any) -> None:
+        if args.multi_objective_aggregation == "normalize_then_sum":
+            raise ValueError(
+                "`kl_placement='reward'` cannot be used with `multi_objective_aggregation='normalize_then_sum'`, which "
+                "would divide the penalty by its own standard deviation, so that `kl_penalty_coef` had no effect. Set "
+                "`multi_objective_aggregation='sum_then_normalize'`, or `kl_placement='advantage'`."
+            )
+        if args.scale_rewards == "group":
+            warnings.warn(
+                "`kl_placement='reward'` with `scale_rewards='group'`: each group is divided by the standard deviation of "
+                "rewards and penalties together, so that in a group whose rewards are equal the coefficient has no effect. "
+                "Set `scale_rewards='none'` or 'batch', or `kl_placement='advantage'`.",
+                stacklevel=5,
+            )
+
+    def answer(self, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> torch.Tensor:
+        rollout.penalties = rollout.coef * sum_kl_per_sequence(kl.penalised, mask)
+        return kl.penalised  # TRL asks for log-probs and, its own term being off in the loss, does not read them
+
+
+@register_placement("reward", "rloo")
+class RLOOReward(SequenceRewardPlacement):
+    """TRL's own subtraction of the sequence's KL from its reward, with our reference and our coefficient as `beta`."""
+
+    def answer(self, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> torch.Tensor:
+        assert rollout.policy is not None and rollout.policy.logps is not None
+        # TRL subtracts `beta` times the sum of policy minus reference, so this makes it subtract what was measured.
+        return rollout.policy.logps - torch.where(mask, kl.penalised, 0.0)
+
+
+@register_placement("reward", "ppo")
+class PPOReward(ScorePlacement):
+    """A reward of `-coef * kl_t` for each token, before the advantages are estimated."""
+
+    def apply(self, batch: Batch, kl: TokenKL, mask: torch.Tensor, coef: float) -> None:
+        batch["klx_penalty"] = coef * torch.where(mask, kl.penalised, 0.0)
