@@ -1,8 +1,10 @@
 """Every accepted penalty follows the gradient that the docs name, on policy and one step off it."""
 
 import itertools
+import runpy
 import types
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ from trl_klx.trainers.field_rules import KL_CENTERINGS, KL_PLACEMENTS
 TOKENS = 144
 TRAINERS = {
     "GRPO": (KLXGRPOTrainer, {"num_iterations": 2, "epsilon": 0.9, "scale_rewards": "none"}),
-    "GRPO, sequence": (
+    "GRPO by sequence": (
         KLXGRPOTrainer,
         {"num_iterations": 2, "epsilon": 0.9, "scale_rewards": "none", "importance_sampling_level": "sequence"},
     ),
@@ -111,7 +113,7 @@ def promised(case: Case, exact: Exact) -> Promise:
     if case.placement == "loss":
         return Promise(PART, AS_IT_IS, exact.token_kl(), factor)
     charge = CHARGES[case.estimator]
-    if case.trainer == "GRPO, sequence":
+    if case.trainer == "GRPO by sequence":
         if case.placement == "reward":
             return Promise(WHOLE, AS_MEASURED, exact.charged_by_mean_ratio("completions", charge), factor)
         over = "nothing" if case.centering == "none" else "tokens"
@@ -174,7 +176,7 @@ def follows_token_kl(steps, factor, rollout=None) -> None:
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("placement", ["advantage", "loss"])
 def test_ignored_tokens_neither_count_nor_pay(trainer, placement, tmp_path):
-    if (trainer, placement) == ("GRPO, sequence", "advantage"):
+    if (trainer, placement) == ("GRPO by sequence", "advantage"):
         pytest.skip("what a token pays is shared by all tokens of its completion")
     trainer_class, settings = TRAINERS[trainer]
     fields = {"kl_penalty_coef": 1.0, "kl_placement": placement, "kl_ignore_tokens": ["eos"]}
@@ -296,3 +298,8 @@ def test_what_is_refused_would_not_restrain():
     rewards = torch.randn(len(Exact.all_paths()), generator=torch.Generator().manual_seed(0)).double()
     kls = [settled_kl(coef, k3, "by token", rewards) for coef in (0.1, 10.0)]
     assert kls[1] > settled_kl(0.3, lambda x: x, "by token", rewards)
+
+
+def test_the_table_of_the_docs_is_what_is_tested_here():
+    penalty_table = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "penalty_table.py"))
+    assert penalty_table["penalty_table"]() in penalty_table["PAGE"].read_text()
