@@ -202,8 +202,8 @@ def test_wrong_usage_is_refused_before_the_launch(in_project, capsys, arguments,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sft_model_path", "policy"], "--model_name_or_path and --sft_model_path are the same"),
-        (["--reward_model_path", "scorer"], "--reward_model_path is not read beside --reward_funcs"),
+        (["--sft_model_path", "policy"], "--model_name_or_path and --sft_model_path mean the same"),
+        (["--reward_model_path", "scorer"], "--reward_model_path is ignored if --reward_funcs is set"),
     ],
 )
 def test_of_two_names_for_one_thing_ppo_takes_one(in_project, capsys, arguments, message):

@@ -32,6 +32,7 @@ from tiny import (
 from tiny_ppo import build_ppo
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 from trl_klx.checkpoints.integrity import checkpoint_fault
+from trl_klx.control.rollout import TokenKL
 
 
 KL = {

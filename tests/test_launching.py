@@ -110,7 +110,7 @@ def test_worlds_of_one(tmp_path):
         pytest.skip("this machine has GPUs: the two processes found each other without `use_cpu`")
     assert [report["num_processes"] for report in reports] == [1, 1]
     for report in reports:
-        assert "each of them trains a model of its own" in report["faults"][0]
+        assert "each of them trains a separate model" in report["faults"][0]
         assert "`use_cpu=True`" in report["faults"][0]
 
 

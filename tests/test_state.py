@@ -2,11 +2,13 @@ import json
 import math
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from trl_klx.checkpoints.atomic_write import atomic_write
 from trl_klx.checkpoints.kl_state import read_json, read_kl_reference, read_kl_state, write_json, write_kl_state
 
 
@@ -111,6 +113,15 @@ def test_interrupted_rename_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_json(str(tmp_path / FILE), {"a": 2})
     assert read_json(str(tmp_path / FILE)) == {"a": 1} and os.listdir(tmp_path) == [FILE]
+
+
+def test_two_writers_at_once_do_not_share_a_temporary_file(tmp_path):
+    path = tmp_path / FILE
+    with atomic_write(path) as first, atomic_write(path) as second:
+        assert first != second
+        for temporary in (first, second):
+            Path(temporary).write_text(json.dumps({"from": temporary}))
+    assert read_json(str(path)) == {"from": first} and os.listdir(tmp_path) == [FILE]
 
 
 def test_folder_that_cannot_be_written(tmp_path):

@@ -1,52 +1,51 @@
-"""Which checkpoint to resume from: the newest that is whole. A run that is killed while it saves leaves a torn one."""
+"""Choosing the newest whole checkpoint to resume from. A run that is killed while it saves leaves a torn one."""
 
 import json
 import math
 import os
 import re
-import struct
 import warnings
 import zipfile
+from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from trl import GRPOConfig, RLOOConfig
 
 from ..references.loading import saved_steps
 from .kl_state import read_json, read_kl_state
 
 
-# The host writes it last, so that a checkpoint without it was never finished.
+# Transformers writes it last, so a checkpoint without it was never finished.
 LAST_FILE = "trainer_state.json"
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SAFETENSORS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors")
-# Older hosts can be told to write these.
+# Older versions of transformers can be told to write these.
 PICKLES = re.compile(r"(pytorch|adapter)_model(-\d+-of-\d+)?\.bin")
-# Written together, if at all: a checkpoint may hold the model only.
+# Transformers writes both or neither: with `save_only_model` a checkpoint holds the model alone.
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 RUN_FILES = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
-# Those of the trainers here, beside the KL-control state; a fault in them is told by who reads them.
+# JSON files that our trainers write in addition to the KL-control state.
 OWN_JSON = ("ppo_state.json",)
-# No header is longer in what safetensors itself reads.
-LONGEST_HEADER = 100_000_000
 
 
 class TornCheckpointError(Exception):
-    """Why a checkpoint is not whole."""
+    """A checkpoint is not whole; the message says why."""
 
 
 def choose_checkpoint(output_dir: str, asked: str | bool, sharded: bool = False) -> str | bool:
     """
-    The checkpoint to resume from. Reads the ends and headers of its files, whatever their size, and unpickles nothing.
+    Choose the checkpoint to resume from. This reads only headers and tables of contents, and unpickles nothing.
 
     Args:
         output_dir (`str`):
             Folder of the run.
         asked (`str` or `bool`):
-            What the user passed as `resume_from_checkpoint`: `True` for the newest checkpoint in `output_dir`.
+            The user's `resume_from_checkpoint`: a folder, or `True` for the newest checkpoint in `output_dir`.
         sharded (`bool`, *optional*, defaults to `False`):
-            Whether the engine keeps weights and optimizer in files of its own.
+            Whether the engine (FSDP or DeepSpeed) writes weights and optimizer in its own format.
 
     Returns:
-        `str` or `bool`: A checkpoint that is whole; `asked` itself where there is none at all, which the host refuses.
+        `str` or `bool`: A whole checkpoint. If there are no checkpoints, `asked`, which transformers then refuses.
     """
     if not isinstance(asked, bool):
         fault = checkpoint_fault(asked, sharded) if os.path.isdir(asked) else None
@@ -56,7 +55,7 @@ def choose_checkpoint(output_dir: str, asked: str | bool, sharded: bool = False)
                 "`resume_from_checkpoint=True` for the newest one that is whole."
             )
         return asked
-    torn = []
+    torn: list[str] = []
     for step in reversed(saved_steps(output_dir)):
         folder = os.path.join(output_dir, f"checkpoint-{step}")
         fault = checkpoint_fault(folder, sharded) or _own_fault(folder)
@@ -68,25 +67,25 @@ def choose_checkpoint(output_dir: str, asked: str | bool, sharded: bool = False)
     if torn:
         raise ValueError(
             f"Cannot resume: no checkpoint in {output_dir!r} is whole ({'; '.join(torn)}). Train without "
-            "`resume_from_checkpoint` to start anew."
+            "`resume_from_checkpoint` to start again from the beginning."
         )
     return asked
 
 
 def check_checkpoints(args: GRPOConfig | RLOOConfig) -> None:
-    """Warn of checkpoints inside a rollout: it is not saved, so a resumed run samples a new one."""
-    per_rollout = args.num_iterations * args.steps_per_generation
+    """Warn if a checkpoint falls inside a rollout. Rollouts are not saved, so a resumed run would sample a new one."""
+    per_rollout = args.num_iterations * (args.steps_per_generation or args.gradient_accumulation_steps)
     steps = per_rollout // math.gcd(per_rollout, args.gradient_accumulation_steps)
     if args.save_strategy == "steps" and args.save_steps >= 1 and args.save_steps % steps:
         warnings.warn(
-            f"`save_steps={args.save_steps}` puts checkpoints inside a rollout, from which a run cannot go on exactly as "
-            f"it was. Set it to a multiple of {steps}.",
+            f"`save_steps={args.save_steps}` puts checkpoints inside a rollout, and a run resumed from there does not "
+            f"repeat the original exactly. Set it to a multiple of {steps}.",
             stacklevel=3,
         )
 
 
 def mark_unfinished(folder: str) -> None:
-    """Before files of an earlier run are written over: a mixture of both must not be taken for a whole checkpoint."""
+    """Call this before overwriting an earlier run's checkpoint, so that a mixture of both never counts as whole."""
     path = os.path.join(folder, LAST_FILE)
     if os.path.lexists(path):
         os.unlink(path)
@@ -94,19 +93,19 @@ def mark_unfinished(folder: str) -> None:
 
 def checkpoint_fault(folder: str, sharded: bool = False) -> str | None:
     """
-    What is missing from the host's files in a checkpoint; `None` if it is whole.
+    Say what is wrong with the files that transformers wrote into a checkpoint. Returns `None` if they are whole.
 
     Args:
         folder (`str`):
-            Checkpoint.
+            Checkpoint folder.
         sharded (`bool`, *optional*, defaults to `False`):
-            Whether the engine keeps weights and optimizer in files of its own, which are then not looked for.
+            Whether the engine writes weights and optimizer in its own format. Then they are not checked.
     """
     try:
         names = _files(folder)
         if LAST_FILE not in names:
             raise TornCheckpointError(f"it has no `{LAST_FILE}`, which is written last")
-        # PEFT saves an adapter of any other name than "default" into a folder of that name.
+        # PEFT saves an adapter that is not called "default" in a subfolder with the adapter's name.
         inner = [name for name in sorted(os.listdir(folder)) if os.path.isdir(os.path.join(folder, name))]
         inner = [os.path.join(name, file) for name in inner for file in _files(os.path.join(folder, name))]
         weights = [name for name in [*names, *inner] if _is_weights(os.path.basename(name))]
@@ -136,8 +135,8 @@ def _is_weights(name: str) -> bool:
 
 def _own_fault(folder: str) -> str | None:
     """
-    What is wrong with the files that a KLX trainer adds. That there are none is not a fault: the host may have trained
-    alone.
+    Say what is wrong with the files that a KLX trainer adds. It is no fault if there are none, because TRL's trainer
+    may have written the checkpoint.
     """
     try:
         read_kl_state(folder)
@@ -160,7 +159,7 @@ def _check_file(path: str, name: str) -> None:
     elif name.endswith(".safetensors"):
         _check_safetensors(path, name)
     else:
-        # A zip file ends with its table of contents.
+        # Opening a zip file reads the table of contents at its end, which a torn file lacks.
         try:
             with zipfile.ZipFile(path) as archive:
                 empty = not archive.namelist()
@@ -170,7 +169,7 @@ def _check_file(path: str, name: str) -> None:
             raise TornCheckpointError(f"its `{name}` is empty")
 
 
-def _read_json(path: str, name: str):
+def _read_json(path: str, name: str) -> Any:
     try:
         with open(path, encoding="utf-8") as stream:
             return json.load(stream)
@@ -179,28 +178,11 @@ def _read_json(path: str, name: str):
 
 
 def _check_safetensors(path: str, name: str) -> None:
-    """The header says how long the file must be."""
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(size - 8, LONGEST_HEADER):
-                raise ValueError("it ends in its header")
-            header = json.loads(stream.read(length))
-        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-        expected = 8 + length + max(ends, default=0)
-        if size != expected:
-            raise ValueError(f"{size} bytes of {expected}")
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        struct.error,
-        RecursionError,
-    ) as error:
+        # Opening reads only the header, and compares the length it implies with that of the file.
+        with safe_open(path, framework="pt"):
+            pass
+    except (OSError, SafetensorError) as error:
         raise TornCheckpointError(f"its `{name}` is torn ({error})") from error
 
 
@@ -209,7 +191,7 @@ def _check_shards(path: str, name: str, names: list[str]) -> None:
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict):
         raise TornCheckpointError(f"its `{name}` lists no weights")
-    # A name that leaves the folder is not among its files.
+    # Compared with the folder's own files, so a path that leads out of the folder counts as missing.
     missing = sorted(set(map(str, shards.values())) - set(names))
     if missing:
         raise TornCheckpointError(f"it has no `{missing[0]}`")

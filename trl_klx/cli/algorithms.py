@@ -1,7 +1,9 @@
-"""The training commands: which script of TRL each runs, with which config and trainer of ours, and its parser."""
+"""The training commands: the script of TRL, our config, our trainer and the parser of each."""
 
 from dataclasses import dataclass, fields
 from importlib import import_module
+from types import ModuleType
+from typing import Any, cast
 
 from transformers import TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
@@ -18,7 +20,7 @@ class Algorithm:
         title (`str`):
             Name of the method.
         host (`str`):
-            Name of TRL's script, and so the prefix of the classes in it.
+            Name of TRL's script, which is also the prefix of the classes in it.
         config_name, trainer_name (`str`):
             Public names of our classes.
     """
@@ -29,75 +31,75 @@ class Algorithm:
     trainer_name: str
 
     @property
-    def script(self):
+    def script(self) -> ModuleType:
         return import_module(f"trl.scripts.{self.host}")
 
     @property
-    def script_arguments(self) -> type:
-        return getattr(self.script, f"{self.host.upper()}ScriptArguments")
+    def script_arguments(self) -> type[Any]:
+        return cast(type[Any], getattr(self.script, f"{self.host.upper()}ScriptArguments"))
 
     @property
     def host_trainer(self) -> str:
         return f"{self.host.upper()}Trainer"
 
     @property
-    def config(self) -> type:
-        return getattr(import_module(package), self.config_name)
+    def config(self) -> type[Any]:
+        return cast(type[Any], getattr(import_module(package), self.config_name))
 
     @property
-    def trainer(self) -> type:
-        return getattr(import_module(package), self.trainer_name)
+    def trainer(self) -> type[Any]:
+        return cast(type[Any], getattr(import_module(package), self.trainer_name))
 
 
 ALGORITHMS = {
     "grpo": Algorithm("GRPO", "grpo", "KLXGRPOConfig", "KLXGRPOTrainer"),
     "rloo": Algorithm("RLOO", "rloo", "KLXRLOOConfig", "KLXRLOOTrainer"),
-    # TRL has no script for PPO any more. Ours takes what GRPO's trainer takes, so GRPO's script serves.
+    # TRL no longer has a script for PPO. Our PPO trainer takes the same arguments as GRPO's, so GRPO's script works.
     "ppo": Algorithm("PPO", "grpo", "KLXPPOConfig", "KLXPPOTrainer"),
 }
 
 LAUNCHER_HELP = """\
 launcher:
   --accelerate_config FILE
-                        a config file of accelerate, or the name of one that comes with TRL: single_gpu, multi_gpu,
-                        fsdp1, fsdp2, zero1, zero2, zero3
-  every flag of `accelerate launch`, for instance --num_processes 4 (see `accelerate launch --help`)
+                        accelerate config file, or the name of one that TRL ships: single_gpu, multi_gpu, fsdp1, fsdp2,
+                        zero1, zero2, zero3
+  any flag of `accelerate launch`, for example --num_processes 4 (see `accelerate launch --help`)
 """
 
 
 class GroupedParser(TrlParser):
     """
-    TRL's parser, whose help shows the fields by the class that they come from, those of KL control first.
+    TRL's parser with a grouped help: it lists the fields by the class that they come from, starting with KL control.
 
     Args:
         algorithm ([`Algorithm`]):
-            What is to be trained.
+            Training command that the parser belongs to.
         resolve (`bool`):
-            Whether the config is to check and complete itself, which depends on how many processes there are.
+            Whether the config checks and completes itself. The result depends on the number of processes.
         kwargs:
             Arguments of [`~trl.TrlParser`].
     """
 
-    def __init__(self, algorithm: Algorithm, resolve: bool, **kwargs):
+    def __init__(self, algorithm: Algorithm, resolve: bool, **kwargs: Any):
         self.algorithm = algorithm
         config = algorithm.config
         if not resolve:
             config = type(config.__name__, (config,), {"__post_init__": lambda self: None})
-        types = (algorithm.script_arguments, config, ModelConfig, DatasetMixtureConfig)
+        types: Any = (algorithm.script_arguments, config, ModelConfig, DatasetMixtureConfig)
         super().__init__(types, allow_abbrev=False, **kwargs)
 
     def groups(self) -> dict[str, set[str]]:
-        """Title of each group, and the fields that belong to it and to no group before it."""
+        """Return the fields of each group by its title. A field belongs to the first group that has it."""
         from ..trainers.config import KLXConfigMixin
 
         config, host = self.algorithm.config, self.algorithm.host.upper()
         bases = [base for base in config.__mro__ if base.__name__ == f"{host}Config"]
-        listed = {
+        listed: dict[str, type[Any]] = {
             "KL control": KLXConfigMixin,
             "data and rewards": self.algorithm.script_arguments,
             "model": ModelConfig,
             "mixture of datasets": DatasetMixtureConfig,
-            # Last the widest class: each group is what the narrower ones before it have not.
+            # The widest class comes last, because a group has only the fields that no group before it has.
             "training (transformers)": TrainingArguments,
             f"sampling and loss (TRL's {host})": bases[0],
             self.algorithm.title: config,
@@ -129,7 +131,7 @@ class GroupedParser(TrlParser):
 
 
 def make_parser(name: str, resolve: bool = True) -> GroupedParser:
-    """The parser of a training command. Without `resolve`, the config that it returns is as it was written."""
+    """Build the parser of a training command. Without `resolve`, it returns the config as the user wrote it."""
     algorithm = ALGORITHMS[name]
     return GroupedParser(
         algorithm,
@@ -137,8 +139,8 @@ def make_parser(name: str, resolve: bool = True) -> GroupedParser:
         prog=f"trl-klx {name}",
         usage=f"trl-klx {name} [--config recipe.yaml] [--field value ...] [launcher flags]",
         description=(
-            f"Train with {algorithm.title} and KL control, through accelerate's launcher. Fields are read from the YAML "
-            "file, and flags override it. The run's log is kept in `trainer_state.json` in the output directory while it "
-            "trains: see `trl-klx plot --follow`."
+            f"Train with {algorithm.title} and KL control, through accelerate's launcher. Fields come from the YAML "
+            "file; flags override them. While the run trains, its log is kept up to date in `trainer_state.json` in "
+            "the output directory: see `trl-klx plot --follow`."
         ),
     )

@@ -1,11 +1,12 @@
 """
 Compare runs in a table.
 
-  final reward   the last one logged, and its mean over the last quarter of the run
-  KL             mean over the last quarter of the run, in the unit of the target
+  final reward   last reward that was logged
+  last quarter   mean reward over the last quarter of the run
+  KL             mean over the last quarter of the run, in the target's unit
   RMS error      root mean square of KL / target - 1 over the last quarter
-  peak/target    highest KL of the whole run over the target
-  coefficient    the last one applied
+  peak/target    highest KL of the whole run, divided by the target
+  coefficient    last coefficient that was applied
 
 A target counts as held when the mean KL of the last quarter is within 20% of it.
 """
@@ -23,17 +24,17 @@ from .runs import TRL_KL_KEYS, Run, last_quarter, mean, read_runs
 @dataclass(frozen=True)
 class Summary:
     """
-    What a run came to.
+    The numbers in a run's row of the table.
 
     Attributes:
         run (`Run`):
             The run.
         reward, late_reward (`float` or `None`):
-            Last reward, and mean over the last quarter.
+            Last reward, and mean reward of the last quarter.
         kl, target (`float` or `None`):
-            Mean KL of the last quarter, and what it should have been.
+            Mean KL of the last quarter, and its target.
         rms_error, peak (`float` or `None`):
-            Relative to the target.
+            Root mean square error and highest KL, relative to the target.
         coef (`float` or `None`):
             Last coefficient.
         saturated (`bool`):
@@ -83,7 +84,7 @@ def run(args: Namespace) -> int:
 
 
 def summarise(one: Run) -> Summary:
-    """Reduce a run to the numbers of its row."""
+    """Compute the numbers of a run's row."""
     rewards, coefs = one.values("reward"), one.values("klx/coef")
     kls, target = one.values(one.kl_key) if one.kl_key else [], one.target
     late = last_quarter(kls) if kls else []
@@ -121,12 +122,12 @@ def format_summaries(summaries: Sequence[Summary]) -> str:
         )
     text = table([*header, "coefficient", "verdict"], rows)
     if any(one.run.kl_key in TRL_KL_KEYS for one in summaries):
-        text += "\n* TRL's own KL, in TRL's unit: not comparable with the others"
+        text += "\n* TRL's own KL, in TRL's unit, cannot be compared with the others"
     return text
 
 
 def overall(summaries: Sequence[Summary]) -> str:
-    """The verdict on all runs together."""
+    """Return the verdict on all runs together."""
     if len(summaries) == 1:
         return f"verdict: {summaries[0].run.name}: {summaries[0].verdict}"
     parts = []

@@ -1,10 +1,10 @@
 """
-List the KL controllers that are registered here, those of installed packages (entry points in the group
-`trl_klx.kl_controllers`) included: rule, settings and defaults.
+List the registered KL controllers with their rules, settings and defaults. The list includes those of installed
+packages (entry points in the group `trl_klx.kl_controllers`).
 
-With --simulate, draw how each would have moved the coefficient on the KL that a run has recorded. This is an open loop:
-the recorded KL does not react to the simulated coefficient, as it would in training. It shows how fast and how far a
-controller answers, not what KL it would have reached.
+With --simulate, plot how each controller would have changed the coefficient, given the KL that a run recorded. This is
+an open loop: unlike in training, the recorded KL does not react to the simulated coefficient. The plot shows how fast
+and how strongly a controller reacts, not which KL it would have reached.
 """
 
 import inspect
@@ -14,6 +14,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from ..controllers.registry import ENTRY_POINT_GROUP, get_kl_controller, get_kl_controller_class, list_kl_controllers
 from ..controllers.rules import KLController
@@ -22,15 +23,15 @@ from .plot import check_format, check_matplotlib, save
 from .runs import Run, read_run
 
 
-# Options that belong to the simulation; without it they would be ignored.
+# Options of the simulation, which are refused without --simulate because they would be ignored.
 SIMULATION = ("target", "coef", "horizon", "coef_min", "coef_max", "completions", "controllers", "kwargs", "output")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--simulate", metavar="RUN_DIR", help="run whose recorded KL is played to the controllers")
+    parser.add_argument("--simulate", metavar="RUN_DIR", help="run whose recorded KL is fed to the controllers")
     group = parser.add_argument_group("with --simulate", argument_default=SUPPRESS)
-    group.add_argument("--target", type=float, help="KL to hold, in nats (default: the run's own)")
-    group.add_argument("--coef", type=float, help="first coefficient (default: the run's own, or 0.05)")
+    group.add_argument("--target", type=float, help="KL to hold, in nats (default: the run's target)")
+    group.add_argument("--coef", type=float, help="first coefficient (default: the run's first one, or 0.05)")
     group.add_argument("--horizon", type=float, help="horizon in completions (default: 10000)")
     group.add_argument("--coef_min", type=float, help="lower bound of the coefficient (default: 1e-4)")
     group.add_argument("--coef_max", type=float, help="upper bound of the coefficient (default: 10)")
@@ -39,8 +40,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=int,
         help="completions per generation batch, over all processes (default: the run's batch size on one device)",
     )
-    group.add_argument("--controllers", nargs="+", metavar="NAME", help="simulate these alone (default: all)")
-    group.add_argument("--kwargs", metavar="JSON", help="further settings, for one controller in --controllers")
+    group.add_argument("--controllers", nargs="+", metavar="NAME", help="simulate only these (default: all)")
+    group.add_argument("--kwargs", metavar="JSON", help="further settings, if --controllers names one controller")
     group.add_argument(
         "--output", metavar="FILE", help="figure to write (default: controllers.png in the run's folder)"
     )
@@ -56,11 +57,11 @@ def run(args: Namespace) -> int:
     return simulate(args)
 
 
-# ---- What there is ----
+# ---- List ----
 
 
 def describe() -> str:
-    """Every registered controller with its rule and its settings."""
+    """Describe every registered controller with its rule and its settings."""
     sources = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     blocks = []
     for name in list_kl_controllers():
@@ -69,7 +70,7 @@ def describe() -> str:
         except Exception as error:
             blocks.append(f"{name}\n  cannot be used: {one_line(error)}")
             continue
-        # A name that this package has itself is never looked up among the entry points.
+        # Built-in controllers take precedence over entry points of the same name.
         point = None if cls.__module__.startswith("trl_klx.") else sources.get(name)
         package = point.dist.name if point is not None and point.dist is not None else None
         source = f"entry point of {package}" if package else "built in"
@@ -86,12 +87,12 @@ def describe() -> str:
         blocks.append("\n".join(lines))
     return (
         "\n\n".join(blocks)
-        + "\n\nUse one with `kl_controller: NAME`; its own settings go into `kl_controller_kwargs`."
+        + "\n\nUse one with `kl_controller: NAME`. Its extra settings go into `kl_controller_kwargs`."
     )
 
 
 def defaults(cls: type[KLController]) -> list[tuple[str, object]]:
-    """Settings that the controller reads, with their defaults: its own first, then the common ones it uses."""
+    """Return a controller's settings and their defaults: first its extra ones, then the common ones that it uses."""
     found: dict[str, object] = {}
     for base in cls.__mro__:
         if base is object or "__init__" not in vars(base):
@@ -101,13 +102,13 @@ def defaults(cls: type[KLController]) -> list[tuple[str, object]]:
             common = base is KLController
             if parameter.default is not parameter.empty and (not common or parameter.name in cls.uses - {"target"}):
                 found.setdefault(parameter.name, parameter.default)
-        # `**kwargs` stands for what the next class takes.
+        # With `**kwargs`, the next class in the MRO takes further settings.
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
             break
     return list(found.items())
 
 
-# ---- How they would react ----
+# ---- Simulation ----
 
 
 def simulate(args: Namespace) -> int:
@@ -119,8 +120,8 @@ def simulate(args: Namespace) -> int:
     steps, kls = recorded.series(key)
     target = getattr(args, "target", recorded.target)
     if target is None:
-        raise CLIError("the run has no target of its own. Set --target to the KL to hold, in nats.", code=2)
-    # A path to the state itself, or a folder.
+        raise CLIError("the run has no target. Set --target to the KL to hold, in nats.", code=2)
+    # The path may be a `trainer_state.json` or a folder.
     folder = recorded.file.parent if Path(args.simulate).is_file() else Path(args.simulate)
     output = Path(getattr(args, "output", folder / "controllers.png"))
     check_format(output)
@@ -160,13 +161,13 @@ def _completions(args: Namespace, recorded: Run) -> tuple[int, str | None]:
     )
 
 
-def _chosen(args: Namespace) -> dict[str, dict]:
-    """Controllers to simulate, each with settings of its own."""
+def _chosen(args: Namespace) -> dict[str, dict[str, Any]]:
+    """Return the controllers to simulate, each with its extra settings."""
     known = list_kl_controllers()
     names = list(dict.fromkeys(getattr(args, "controllers", known)))
     for name in names:
         if name not in known:
-            raise CLIError(f"unknown controller {name!r}. Known are {', '.join(known)}.", code=2)
+            raise CLIError(f"unknown controller {name!r}. Choose from {', '.join(known)}.", code=2)
     if not hasattr(args, "kwargs"):
         return {name: {} for name in names}
     if not hasattr(args, "controllers") or len(names) != 1:
@@ -180,13 +181,13 @@ def _chosen(args: Namespace) -> dict[str, dict]:
     return {names[0]: kwargs}
 
 
-def play(name: str, kls: Sequence[float], completions: int, settings: dict) -> list[float]:
-    """The coefficients that a controller would have applied to the recorded batches."""
+def play(name: str, kls: Sequence[float], completions: int, settings: dict[str, Any]) -> list[float]:
+    """Return the coefficients that a controller would have applied to the recorded batches."""
     try:
         controller = get_kl_controller(name, **settings)
         curve = []
         with warnings.catch_warnings():
-            # Of a k1 statistic, which may be below 0: the controller skips such a value.
+            # A k1 statistic may be negative. The controller skips such values with a warning, which is noise here.
             warnings.simplefilter("ignore", RuntimeWarning)
             for kl in kls:
                 curve.append(controller.value)
@@ -196,8 +197,16 @@ def play(name: str, kls: Sequence[float], completions: int, settings: dict) -> l
     return curve
 
 
-def draw(output: Path, recorded: Run, key: str, steps, kls, target: float, curves: dict[str, list[float]]) -> None:
-    """The recorded KL above, the coefficients that it would have led to below."""
+def draw(
+    output: Path,
+    recorded: Run,
+    key: str,
+    steps: Sequence[int],
+    kls: Sequence[float],
+    target: float,
+    curves: dict[str, list[float]],
+) -> None:
+    """Plot the recorded KL, and below it the coefficients that it would have led to."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 6.5), layout="constrained")
@@ -211,7 +220,7 @@ def draw(output: Path, recorded: Run, key: str, steps, kls, target: float, curve
         bottom.plot(steps, curve, linewidth=1.2, label=name)
     own = recorded.series("klx/coef")
     if own[0]:
-        bottom.plot(*own, color="0.2", linestyle=":", linewidth=1.2, label="the run's own")
+        bottom.plot(*own, color="0.2", linestyle=":", linewidth=1.2, label="as recorded")
     bottom.set_yscale("log" if all(value > 0 for curve in curves.values() for value in curve) else "linear")
     bottom.set_title("coefficient that each controller would have applied")
     bottom.set_xlabel("step")

@@ -1,21 +1,24 @@
-"""Writing a run's log while it trains, so that `trl-klx plot --follow` need not wait for a checkpoint."""
+"""Writes a run's log while it trains, so that `trl-klx plot --follow` does not have to wait for a checkpoint."""
 
 import os
 import time
+from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..checkpoints.atomic_write import atomic_write
 from .runs import STATE_FILE
 
 
 class LiveStateCallback(TrainerCallback):
     """
-    Keep `trainer_state.json` in the run's folder up to date with the log. Transformers writes it into checkpoints only.
-    `trl-klx grpo|rloo|ppo` has it on; in a script of your own, `trainer.add_callback(LiveStateCallback())`.
+    Keeps `trainer_state.json` in the run's folder up to date with the log. Transformers writes it only into
+    checkpoints. `trl-klx grpo|rloo|ppo` adds this callback. In your own script, call
+    `trainer.add_callback(LiveStateCallback())`.
 
     Args:
         every (`float`, *optional*, defaults to `2.0`):
-            Least number of seconds between two writes. The end of the training is always written.
+            Minimum time between two writes, in seconds. The end of the training is always written.
     """
 
     def __init__(self, every: float = 2.0):
@@ -23,22 +26,23 @@ class LiveStateCallback(TrainerCallback):
         self.started = False
         self._written: float | None = None
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.started = True
 
-    def on_log(self, args, state, control, **kwargs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._written is None or time.monotonic() - self._written >= self.every:
             self._write(args, state)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._write(args, state)
 
-    def _write(self, args, state) -> None:
+    def _write(self, args: TrainingArguments, state: TrainerState) -> None:
         if not state.is_world_process_zero:
             return
-        os.makedirs(args.output_dir, exist_ok=True)
-        path = os.path.join(args.output_dir, STATE_FILE)
-        # A reader finds the old file or the new one, never a part.
-        state.save_to_json(f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
+        with atomic_write(os.path.join(args.output_dir or "", STATE_FILE)) as temporary:
+            state.save_to_json(temporary)
         self._written = time.monotonic()

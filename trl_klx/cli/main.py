@@ -1,4 +1,4 @@
-"""Entry point of the `trl-klx` command. Subcommands are imported when they run, so that help is quick."""
+"""Entry point of the `trl-klx` command. Subcommands are imported only when they run, so that `--help` is fast."""
 
 import argparse
 import os
@@ -12,12 +12,12 @@ from .console import CLIError, notice, one_line
 
 
 TRAINING = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO"}
-# Each module has `add_arguments(parser)` and `run(args) -> int`; neither imports torch before it needs it.
+# Each module has `add_arguments(parser)` and `run(args) -> int`, and imports torch only when it needs it.
 REPORTS = {
-    "plot": "draw the curves of one or more runs, once or while they train",
+    "plot": "plot the curves of one or more runs, once or while they train",
     "compare": "compare runs in a table: reward, KL, distance to the target, coefficient",
-    "references": "list which steps and adapters of a run can serve as KL reference",
-    "controllers": "list the KL controllers, or simulate them on the recorded KL of a run",
+    "references": "list the steps and adapters of a run that can serve as KL reference",
+    "controllers": "list the KL controllers, or simulate them on the KL that a run recorded",
 }
 
 
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, title in TRAINING.items():
         commands.add_parser(name, help=f"train with {title}: the flags of `trl` and the KL fields", add_help=False)
     for name, text in REPORTS.items():
-        # The arguments come with the module, once it is known to be the one.
+        # The command's module adds its arguments, and is imported only once the command is known.
         commands.add_parser(name, help=text, add_help=False)
     return parser
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Args:
         argv (`Sequence[str]`, *optional*):
-            Arguments after the command's name. If unset, those of the process.
+            Command-line arguments. If unset, those of the process.
 
     Returns:
         `int`: Exit code.
@@ -54,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         parser.print_help()
         return 0
-    # The command comes first, so that what follows is all its own.
+    # The command comes first, so all arguments after it belong to it.
     command = parser.parse_args(argv[:1]).command
     try:
         if command in TRAINING:
             notice("loading torch and TRL")
-            code = import_module(".train", __package__).run(command, argv[1:])
+            code: int = import_module(".train", __package__).run(command, argv[1:])
         else:
             code = _report(command, argv[1:])
         sys.stdout.flush()
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trl-klx {command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output, such as `head`, has seen enough.
+        # The reader, such as `head`, has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -87,7 +87,8 @@ def _report(command: str, argv: list[str]) -> int:
         warnings.showwarning = lambda message, *_: print(
             f"trl-klx {command}: warning: {' '.join(str(message).split())}", file=sys.stderr
         )
-        return module.run(args)
+        code: int = module.run(args)
+        return code
 
 
 if __name__ == "__main__":

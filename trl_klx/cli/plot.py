@@ -1,9 +1,9 @@
 """
-Draw the curves that runs have logged: reward, KL with the band of 20% around its target, coefficient, and all else.
+Plot the curves that runs have logged: reward, KL with a band of 20% around its target, coefficient, and all others.
 
-Runs of this package and of TRL are read alike, from `trainer_state.json`. A run that was started by `trl-klx grpo`,
-`rloo` or `ppo` (or that has the `LiveStateCallback` of `trl_klx.cli.live`) keeps that file up to date while it trains;
-every other run writes it with its checkpoints only, and `--follow` then redraws at each checkpoint.
+Runs of this package and of TRL are both read from `trainer_state.json`. A run that was started by `trl-klx grpo`,
+`rloo` or `ppo` (or that has the `LiveStateCallback` of `trl_klx.cli.live`) keeps that file up to date while it trains.
+Any other run writes it only with its checkpoints, so `--follow` redraws at each checkpoint.
 """
 
 import math
@@ -13,10 +13,16 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ..checkpoints.atomic_write import atomic_write
 from .console import CLIError, progress
 from .runs import OWN_KL_KEY, TRL_KL_KEYS, Run, read_runs, state_files
 
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FIRST = ("reward", OWN_KL_KEY, "klx/coef", *TRL_KL_KEYS)
 TITLES = {
@@ -25,22 +31,28 @@ TITLES = {
     "kl": "kl: as TRL logs it",
     "objective/kl": "objective/kl: as TRL logs it",
 }
-# Not curves: where a row belongs, and totals over the run.
+# These are not curves: a row's position, and totals over the run.
 SKIPPED = {"step", "epoch", "total_flos"}
 TOTALS = "train_"
-# The target is drawn in the panel of the KL.
+# The target is drawn in the KL's panel.
 DRAWN_ELSEWHERE = {"klx/target"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run_dir", nargs="+", help="`output_dir` of a run, or one of its checkpoints")
     parser.add_argument(
-        "--output", metavar="FILE", help="figure to write (default: curves.png in the run's folder; here for several)"
+        "--output",
+        metavar="FILE",
+        help="figure to write (default: curves.png in the run's folder, or here if there are several runs)",
     )
-    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="draw these alone (default: all)")
+    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="plot only these (default: all)")
     parser.add_argument("--follow", action="store_true", help="redraw until the runs are done, or until Ctrl-C")
     parser.add_argument(
-        "--interval", type=float, default=5.0, metavar="SECONDS", help="with --follow: time between two looks (5)"
+        "--interval",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="with --follow: time between two checks (default: 5)",
     )
 
 
@@ -64,34 +76,36 @@ def run(args: Namespace) -> int:
 
 
 def follow(paths: Sequence[str], output: Path, metrics: Sequence[str] | None, interval: float) -> int:
-    """Redraw whenever a state has changed, until every run is done. A run that has not begun yet is waited for."""
-    seen, waiting = None, None
+    """Redraw whenever a run has logged, until every run is done. Runs that have not started yet are waited for."""
+    seen: list[tuple[str, int]] | None = None
+    waiting: str | None = None
     try:
         while True:
+            runs: list[Run] = []
             try:
                 files = [file for path in paths for file in state_files(path)]
                 now = sorted((str(file), os.stat(file).st_mtime_ns) for file in files)
-                runs = read_runs(paths) if now != seen else None
+                if now != seen:
+                    runs = read_runs(paths)
+                    seen = now
             except (CLIError, OSError) as error:
-                # Not there yet, or just being replaced.
+                # The file does not exist yet, or is being replaced.
                 if str(error) != waiting:
                     waiting = str(error)
                     print(f"waiting: {waiting}", file=sys.stderr)
-                runs, now = None, seen
-            if runs is not None and any(one.rows for one in runs):
+            if any(one.rows for one in runs):
                 draw(runs, output, metrics)
                 steps = ", ".join(f"{one.name} step {one.step} of {one.max_steps}" for one in runs)
                 print(f"{output}: {steps}", flush=True)
                 if all(one.done for one in runs):
                     return 0
-            seen = now
             time.sleep(interval)
     except KeyboardInterrupt:
         return 0
 
 
 def metric_names(runs: Sequence[Run]) -> list[str]:
-    """What the runs have logged, the main curves first."""
+    """Return the names of the metrics that the runs have logged, the main ones first."""
     names = {name for one in runs for row in one.rows for name in row if name not in SKIPPED | DRAWN_ELSEWHERE}
     names = {name for name in names if not name.startswith(TOTALS) and any(one.values(name) for one in runs)}
     return [name for name in FIRST if name in names] + sorted(names - set(FIRST))
@@ -99,15 +113,15 @@ def metric_names(runs: Sequence[Run]) -> list[str]:
 
 def draw(runs: Sequence[Run], output: Path, metrics: Sequence[str] | None = None) -> None:
     """
-    Draw the curves of runs into one figure.
+    Plot the curves of runs into one figure.
 
     Args:
         runs (`Sequence[Run]`):
             Runs, overlaid.
         output (`Path`):
-            File to write; its suffix says in which format.
+            File to write. Its suffix decides the format.
         metrics (`Sequence[str]`, *optional*):
-            Metrics to draw. If unset, all.
+            Metrics to plot. If unset, all.
     """
     from matplotlib.figure import Figure
 
@@ -131,12 +145,12 @@ def draw(runs: Sequence[Run], output: Path, metrics: Sequence[str] | None = None
     save(figure, output)
 
 
-def _draw_panel(axis, name: str, runs: Sequence[Run]) -> None:
+def _draw_panel(axis: "Axes", name: str, runs: Sequence[Run]) -> None:
     for index, one in enumerate(runs):
         steps, values = one.series(name)
         marker = "." if len(values) < 30 else None
         axis.plot(steps, values, color=f"C{index}", marker=marker, linewidth=1.2, label=one.name)
-    # One band for each target, in grey where the runs share it.
+    # Each target gets its band. If all runs have the same target, there is one grey band.
     targets = {index: one.target for index, one in enumerate(runs) if one.target is not None and one.kl_key == name}
     shared = len(set(targets.values())) == 1
     for index, target in list(targets.items())[: 1 if shared else None]:
@@ -147,22 +161,22 @@ def _draw_panel(axis, name: str, runs: Sequence[Run]) -> None:
         axis.set_yscale("log")
     axis.set_title(TITLES.get(name, name), fontsize="medium")
     axis.set_xlabel("step")
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.locator_params(axis="x", integer=True)
     axis.grid(alpha=0.3)
 
 
 def check_matplotlib(command: str) -> None:
-    """Refuse to draw where the optional dependency is missing."""
+    """Refuse to plot if matplotlib, an optional dependency, is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise CLIError(
-            f"`trl-klx {command}` draws with matplotlib, which is not installed: pip install 'trl-klx[plot]'"
+            f"`trl-klx {command}` needs matplotlib, which is not installed: pip install 'trl-klx[plot]'"
         ) from error
 
 
 def check_format(output: Path) -> None:
-    """Refuse a file that cannot be written, before the work is done."""
+    """Refuse a format that cannot be written, before any work is done."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     known = sorted(FigureCanvasAgg.get_supported_filetypes())
@@ -170,15 +184,10 @@ def check_format(output: Path) -> None:
         raise CLIError(f"cannot draw into {str(output)!r}: its suffix must be one of {', '.join(known)}.", code=2)
 
 
-def save(figure, output: Path) -> None:
-    """Write a figure so that a viewer finds the old one or the new one, never a part."""
-    temporary = output.with_name(f".{output.stem}.{os.getpid()}{output.suffix}")
+def save(figure: "Figure", output: Path) -> None:
+    """Write a figure. A viewer that watches the file never sees a part of it."""
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(temporary, dpi=110)
-        os.replace(temporary, output)
+        with atomic_write(output) as temporary:
+            figure.savefig(temporary, dpi=110, format=output.suffix.lstrip(".").lower())
     except OSError as error:
         raise CLIError(f"cannot write {str(output)!r}: {error.strerror or error}.") from error
-    finally:
-        if temporary.is_file():
-            temporary.unlink()

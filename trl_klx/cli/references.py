@@ -1,25 +1,29 @@
 """
-List which steps and adapters below an output directory can serve as KL reference, with the hash that a checkpoint
-stores of each, the config lines that choose it, and what stands against those that cannot.
+List the steps and adapters in an output directory that can serve as KL reference: the hash that checkpoints store for
+each of them, and the config lines that choose it. For those that cannot serve, say why.
 
-Weights are read from safetensors only; nothing is unpickled. Whether an adapter fits a policy name by name is checked
+Weights are read only from safetensors; nothing is unpickled. Whether an adapter's weights fit the policy is checked
 when the training starts.
 """
 
 import json
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .console import CLIError, notice, one_line, progress
 
 
+if TYPE_CHECKING:
+    import torch
+
 STEP = re.compile(r"checkpoint-(\d+)")
 FULL_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 INDEX_FILE = "model.safetensors.index.json"
-# What other engines, or older versions, leave instead of safetensors.
+# Other engines and older versions write these instead of safetensors.
 UNREADABLE = (
     ("pytorch_model*.bin", "a pickle, which is never loaded"),
     ("pytorch_model_fsdp*", "sharded weights of FSDP: save with FULL_STATE_DICT"),
@@ -30,17 +34,17 @@ UNREADABLE = (
 @dataclass(frozen=True)
 class Candidate:
     """
-    Something that may serve as reference.
+    A folder whose weights may serve as reference.
 
     Attributes:
         folder (`Path`):
-            Where its weights are.
+            Folder that holds the weights.
         kind (`str`):
-            What kind of weights they are.
+            Kind of weights.
         hash (`str` or `None`):
-            What a checkpoint trained against it stores of it.
-        lines (`list[str]`):
-            Config lines that choose it; any one of them does.
+            Hash that a checkpoint trained against this reference stores.
+        lines (`tuple[str, ...]`):
+            Config lines that choose it. One of them is enough.
         problem (`str` or `None`):
             Why it cannot serve.
     """
@@ -59,7 +63,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     root = Path(args.output_dir)
     if not root.is_dir():
-        raise CLIError(f"{args.output_dir!r} does not exist or is no folder. Give the `output_dir` of a run.")
+        raise CLIError(f"{args.output_dir!r} does not exist or is not a folder. Pass the `output_dir` of a run.")
     notice("loading torch")
     folders = find_folders(root)
     if not folders:
@@ -86,8 +90,8 @@ def _format(candidate: Candidate, root: Path) -> str:
 
 def find_folders(root: Path) -> list[Path]:
     """
-    Checkpoints by step, the run's own folder if it holds weights, and every folder down to the second level that holds
-    an adapter. PEFT saves an adapter of any other name than "default" into a folder of that name.
+    Find the checkpoints in the order of their steps, the run's folder if it holds weights, and all folders down to the
+    second level that hold an adapter. PEFT saves an adapter that is not called "default" in a subfolder with its name.
     """
     from ..references.loading import saved_steps
 
@@ -117,7 +121,7 @@ def _shards(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if FULL_WEIGHTS.fullmatch(file.name))
 
 
-def examine(folder: Path, root: Path, read=lambda size: None) -> Candidate:
+def examine(folder: Path, root: Path, read: Callable[[int], object] = lambda size: None) -> Candidate:
     """
     Find out whether the weights in a folder can serve as reference.
 
@@ -127,7 +131,7 @@ def examine(folder: Path, root: Path, read=lambda size: None) -> Candidate:
         root (`Path`):
             The run's `output_dir`.
         read (`Callable[[int], None]`, *optional*):
-            Called with the number of bytes of each weight that was read.
+            Called with the size of each weight, in bytes, after it was read.
     """
     is_adapter = _holds_adapter(folder)
     lines = []
@@ -142,7 +146,7 @@ def examine(folder: Path, root: Path, read=lambda size: None) -> Candidate:
         digest = _adapter_hash(folder, read) if is_adapter else _model_hash(folder, read)
         if not lines:
             raise ValueError(
-                "a model is chosen by its step, and this is no `checkpoint-N`. Start a run from it, with "
+                "a model is chosen by its step, and this is not a `checkpoint-N`. To use it, start a run from it with "
                 "`kl_penalty_reference_step: 0`."
             )
     except Exception as error:
@@ -150,7 +154,7 @@ def examine(folder: Path, root: Path, read=lambda size: None) -> Candidate:
     return Candidate(folder, "adapter, for a policy with PEFT" if is_adapter else "full model", digest, tuple(lines))
 
 
-def _adapter_hash(folder: Path, read) -> str:
+def _adapter_hash(folder: Path, read: Callable[[int], object]) -> str:
     from ..references.adapter_files import UnusableAdapterError, read_adapter_config, read_adapter_weights
     from ..references.fingerprint import hash_tensors
 
@@ -165,7 +169,7 @@ def _adapter_hash(folder: Path, read) -> str:
     return hash_tensors(weights)
 
 
-def _model_hash(folder: Path, read) -> str:
+def _model_hash(folder: Path, read: Callable[[int], object]) -> str:
     from ..references.fingerprint import fingerprint
 
     shards = _shards(folder)
@@ -185,12 +189,12 @@ def _model_hash(folder: Path, read) -> str:
 
 
 class _Saved:
-    """A saved model as far as its fingerprint goes: names and weights, read one at a time."""
+    """A saved model with just the interface that its fingerprint needs. It reads one weight at a time."""
 
-    def __init__(self, shards: list[Path], read):
+    def __init__(self, shards: list[Path], read: Callable[[int], object]):
         self.shards, self.read = shards, read
 
-    def named_parameters(self) -> Iterator[tuple]:
+    def named_parameters(self) -> "Iterator[tuple[str, torch.Tensor]]":
         from safetensors import safe_open
 
         for shard in self.shards:
@@ -207,7 +211,7 @@ class _Saved:
                 raise ValueError(f"its `{shard.name}` cannot be read ({error}).") from error
 
 
-def _check_weight(name: str, weight) -> None:
+def _check_weight(name: str, weight: "torch.Tensor") -> None:
     import torch
 
     if weight.is_floating_point() and not torch.isfinite(weight).all():
@@ -215,7 +219,7 @@ def _check_weight(name: str, weight) -> None:
 
 
 def trained_against(folders: list[Path]) -> list[str]:
-    """What the checkpoints say of the reference that they were trained against."""
+    """Say which reference the checkpoints were trained against."""
     from ..checkpoints.kl_state import STATE_FILE, read_kl_state
 
     found: dict[str, list[str]] = {}

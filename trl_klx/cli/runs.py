@@ -1,7 +1,6 @@
-"""Reading what a run of TRL or of this package has logged, from its `trainer_state.json` files."""
+"""Reading the log of a run of TRL or of this package from its `trainer_state.json` files."""
 
 import json
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -13,22 +12,22 @@ from .console import CLIError, progress
 
 
 STATE_FILE = "trainer_state.json"
-# KL control's own statistic, or what TRL's trainers log of theirs.
+# KL control's statistic, and the names under which TRL's trainers log their KL.
 OWN_KL_KEY, TRL_KL_KEYS = "klx/kl", ("kl", "objective/kl")
 
 
 @dataclass(frozen=True)
 class Run:
     """
-    What one run has logged so far.
+    The log of one run so far.
 
     Attributes:
         name (`str`):
             Name to show.
         file (`Path`):
-            The `trainer_state.json` it was read from.
+            The `trainer_state.json` that it was read from.
         step (`int`):
-            Last optimizer step that the file knows of.
+            Last optimizer step in the file.
         max_steps (`int`):
             Last step of the whole run.
         batch_size (`int` or `None`):
@@ -36,7 +35,7 @@ class Run:
         rows (`list[dict]`):
             The logged rows.
         note (`str` or `None`):
-            What a reader of the run should know.
+            Remark for whoever reads the result.
     """
 
     name: str
@@ -49,13 +48,16 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run has finished."""
         ended = bool(self.rows) and "train_runtime" in self.rows[-1]
         return ended or (self.max_steps > 0 and self.step >= self.max_steps)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, where it was logged as a finite number."""
-        points = [(row["step"], row[key]) for row in self.rows if "step" in row and _is_finite(row.get(key))]
+        """Return the steps and values of one metric. Rows without a number for it are left out."""
+        # NaN and infinity were read as text.
+        points = [
+            (row["step"], row[key]) for row in self.rows if "step" in row and isinstance(row.get(key), int | float)
+        ]
         return [step for step, _ in points], [float(value) for _, value in points]
 
     def values(self, key: str) -> list[float]:
@@ -63,22 +65,18 @@ class Run:
 
     @property
     def kl_key(self) -> str | None:
-        """Name of the KL that the run logs, if it does."""
+        """Name of the KL that the run logs, or `None` if it logs none."""
         return next((key for key in (OWN_KL_KEY, *TRL_KL_KEYS) if self.values(key)), None)
 
     @property
     def target(self) -> float | None:
-        """The KL that the run was to hold, last known, in the unit of the KL that it logs."""
+        """The last target that the run logged, in the unit of its KL."""
         values = self.values("klx/target")
         return values[-1] if values else None
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def last_quarter(values: Sequence[float]) -> list[float]:
-    """The last quarter of a series, at least one value of it."""
+    """Return the last quarter of a series, but at least one value."""
     return list(values[-max(1, len(values) // 4) :])
 
 
@@ -87,7 +85,7 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
-    """Read several runs; those with the same folder name are told apart by their paths."""
+    """Read several runs. Runs whose folders have the same name are shown with their paths."""
     short = [Path(path).resolve().name for path in paths]
     names = [path if short.count(name) > 1 else name for path, name in zip(paths, short, strict=True)]
     pairs = list(zip(paths, names, strict=True))
@@ -102,7 +100,7 @@ def read_run(path: str, name: str | None = None) -> Run:
         path (`str`):
             Folder or file.
         name (`str`, *optional*):
-            Name to show. If unset, that of the folder.
+            Name to show. If unset, the folder's name.
     """
     name = name or Path(path).resolve().name
     files = state_files(path)
@@ -118,24 +116,24 @@ def read_run(path: str, name: str | None = None) -> Run:
 
 
 def state_files(path: str) -> list[Path]:
-    """The `trainer_state.json` of a run folder and of its checkpoints."""
+    """Find the `trainer_state.json` of a run's folder and of its checkpoints."""
     root = Path(path)
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise CLIError(f"{path!r} does not exist. Give the `output_dir` of a run.")
+        raise CLIError(f"{path!r} does not exist. Pass the `output_dir` of a run.")
     checkpoints = [entry for entry in root.iterdir() if re.fullmatch(r"checkpoint-\d+", entry.name)]
     files = [folder / STATE_FILE for folder in [root, *checkpoints] if (folder / STATE_FILE).is_file()]
     if not files:
         raise CLIError(
-            f"{path!r} holds no `{STATE_FILE}`, neither itself nor in a `checkpoint-N`. It is written with each "
-            "checkpoint: train with `save_strategy` other than 'no', call `trainer.save_state()`, or train by `trl-klx`."
+            f"{path!r} holds no `{STATE_FILE}`, neither itself nor in a `checkpoint-N`. Every checkpoint has one: set "
+            "`save_strategy` to something other than 'no', call `trainer.save_state()`, or train with `trl-klx`."
         )
     return files
 
 
 def _read_state(file: Path, name: str) -> Run:
-    # NaN as text: two states of one run must compare equal, and NaN equals nothing.
+    # NaN is read as text, because it does not equal itself and two states of the same run must compare equal.
     state = json.loads(file.read_text(encoding="utf-8"), parse_constant=str)
     rows = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -152,8 +150,8 @@ def _read_state(file: Path, name: str) -> Run:
 
 def _newest(runs: list[Run], name: str) -> Run:
     """
-    The state that knows most of the run. A folder that was trained into twice holds states of which none goes on from
-    the other; then the run that was written last. Otherwise dates do not matter, since copying changes them.
+    Return the longest state of the run. If several runs were trained into the folder, their logs differ, and the one
+    that was written last counts. Dates are not used otherwise, because copying changes them.
     """
     tips: list[tuple[Run, float]] = []
     for run in sorted(runs, key=lambda run: (len(run.rows), run.step), reverse=True):

@@ -1,12 +1,16 @@
-"""Launching a training command: check all that can be checked, then hand over to accelerate."""
+"""Launching a training command: check as much as possible, then hand over to accelerate."""
 
 import difflib
 import os
 import subprocess
 import sys
 from argparse import ArgumentParser
+from typing import Any
 
 from accelerate.commands.launch import launch_command, launch_command_parser
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
+from trl.cli.accelerate_config import resolve_accelerate_config_argument
+from trl.cli.commands.training import _subtract_subsequence
 
 from .algorithms import GroupedParser, make_parser
 from .console import CLIError, one_line
@@ -27,7 +31,7 @@ def run(name: str, argv: list[str]) -> int:
     """
     argv = _split_assignments(argv)
     _check_config_file(argv)
-    # Batch sizes are checked by the processes that will train: here there is only one, whatever is launched.
+    # The training processes check the batch sizes, because only they know how many processes there are.
     parser, launcher = make_parser(name, resolve=False), launch_command_parser()
     try:
         script_args, training_args, model_args, dataset_args, from_config, from_flags = parser.parse_args_and_config(
@@ -35,23 +39,23 @@ def run(name: str, argv: list[str]) -> int:
         )
         training_args._validate_kl_values()
     except Exception as error:
-        # Whatever is refused here, the user has set.
+        # Only the user's settings can be refused here.
         raise CLIError(one_line(error), code=2) from error
     check_inputs(script_args, training_args, model_args, dataset_args)
     launch_args = _accelerate_config(_without_booleans(launcher, from_config) + from_flags)
     _check_launch_flags(parser, launcher, launch_args)
-    forwarded = [name, *_without(argv, from_flags)]
-    # As a module: a script's folder would come first on the path, before the user's own modules.
+    forwarded = [name, *_subtract_subsequence(argv, from_flags)]
+    # Launched as a module, because a script's folder would come before the user's modules in `sys.path`.
     launch = launcher.parse_args([*launch_args, "--module", SCRIPT, *forwarded])
     if launch.training_script != SCRIPT:
         raise CLIError(f"unexpected argument {launch.training_script!r}. Fields are given as `--field value`.", code=2)
     try:
         launch_command(launch)
     except subprocess.CalledProcessError as error:
-        # The process has said which field it refused.
+        # With exit code 2, the process has already printed which field it refused.
         return 2 if error.returncode == 2 else _failed(name, error.returncode)
     except Exception as error:
-        # Of torch's launcher. Its processes have said what went wrong.
+        # With torch's launcher, the processes have already printed what went wrong.
         if type(error).__name__ not in ("ChildFailedError", "SignalException"):
             raise CLIError(f"the launcher failed: {one_line(error)}") from error
         return _failed(name, None)
@@ -63,9 +67,11 @@ def _failed(name: str, code: int | None) -> int:
     return 1
 
 
-def check_inputs(script_args, training_args, model_args, dataset_args) -> None:
-    """Refuse a training without a model, data or a reward, and two settings of which one would be ignored."""
-    # PPO knows two of them by the names of TRL's former trainer as well.
+def check_inputs(
+    script_args: ScriptArguments, training_args: Any, model_args: ModelConfig, dataset_args: DatasetMixtureConfig
+) -> None:
+    """Refuse a run without a model, data or a reward, and settings that would be ignored."""
+    # PPO also accepts two of them under the names that TRL's former PPO trainer used.
     former_model = getattr(training_args, "sft_model_path", None)
     former_reward = getattr(training_args, "reward_model_path", None)
     if not model_args.model_name_or_path and not former_model:
@@ -73,7 +79,7 @@ def check_inputs(script_args, training_args, model_args, dataset_args) -> None:
             "there is no model. Set --model_name_or_path to a name on the Hub or to a local folder.", code=2
         )
     if model_args.model_name_or_path and former_model:
-        raise CLIError("--model_name_or_path and --sft_model_path are the same. Set one of them.", code=2)
+        raise CLIError("--model_name_or_path and --sft_model_path mean the same. Set one of them.", code=2)
     if not script_args.dataset_name and not dataset_args.datasets:
         raise CLIError("there are no prompts. Set --dataset_name, or `datasets` in the config file.", code=2)
     given = [f"--{name}" for name in ("reward_model_name_or_path", "reward_funcs") if getattr(script_args, name, None)]
@@ -81,14 +87,14 @@ def check_inputs(script_args, training_args, model_args, dataset_args) -> None:
         raise CLIError("there is no reward. Set --reward_model_name_or_path or --reward_funcs.", code=2)
     if given and former_reward:
         raise CLIError(
-            f"--reward_model_path is not read beside {given[0]}. Set --reward_model_name_or_path instead of it.",
+            f"--reward_model_path is ignored if {given[0]} is set. Set --reward_model_name_or_path instead.",
             code=2,
         )
 
 
 def _split_assignments(argv: list[str]) -> list[str]:
-    """`--config=x` as two words, as TRL's parser wants it."""
-    words = []
+    """Split `--config=x` into two words, because TRL's parser does not accept it as one."""
+    words: list[str] = []
     for word in argv:
         flag, equals, value = word.partition("=")
         words += [flag, value] if equals and flag in ("--config", "--accelerate_config") else [word]
@@ -106,8 +112,6 @@ def _check_config_file(argv: list[str]) -> None:
 
 
 def _accelerate_config(launch_args: list[str]) -> list[str]:
-    from trl.cli.accelerate_config import resolve_accelerate_config_argument
-
     try:
         return resolve_accelerate_config_argument(launch_args)
     except ValueError as error:
@@ -115,8 +119,8 @@ def _accelerate_config(launch_args: list[str]) -> list[str]:
 
 
 def _without_booleans(launcher: ArgumentParser, words: list[str]) -> list[str]:
-    """Pairs of flag and value from a YAML file, where a switch of the launcher is written as `true` or `false`."""
-    result = []
+    """Turn flags from a YAML file into flags of the launcher, whose switches take no value."""
+    result: list[str] = []
     for flag, value in zip(words[::2], words[1::2], strict=True):
         action = launcher._option_string_actions.get(flag)
         if action is None or action.nargs != 0:
@@ -134,14 +138,3 @@ def _check_launch_flags(parser: GroupedParser, launcher: ArgumentParser, words: 
             close = difflib.get_close_matches(flag, [*ours, *theirs], n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise CLIError(f"unknown field {flag!r}.{hint} See `{parser.prog} --help`.", code=2)
-
-
-def _without(words: list[str], gone: list[str]) -> list[str]:
-    """The words that are left when those in `gone`, which come in the same order, are taken out."""
-    left, waiting = [], list(gone)
-    for word in words:
-        if waiting and word == waiting[0]:
-            waiting.pop(0)
-        else:
-            left.append(word)
-    return left

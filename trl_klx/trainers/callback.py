@@ -1,26 +1,26 @@
-"""KL control for trainers that have no KLX counterpart, as a callback."""
+"""A callback that adds KL control to trainers without a KLX counterpart."""
 
 import math
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from accelerate.utils import broadcast_object_list
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..controllers.registry import get_kl_controller, get_kl_controller_class
 from ..controllers.rules import KLController
 
 
-# Where `trainer_state.json` keeps our state. It is no class name, so that the host never builds a callback from it:
-# one built that way would not know its trainer.
+# Key of our state in `trainer_state.json`. It is deliberately not a class name: transformers would build a callback
+# from that, and such a callback would not know its trainer.
 STATE_KEY = "klx"
 
 
 @dataclass(frozen=True)
 class LoggedKL:
     """
-    How a trainer logs the KL of its policy to its reference.
+    How a trainer logs the KL between its policy and its reference.
 
     Attributes:
         key (`str`):
@@ -33,10 +33,10 @@ class LoggedKL:
     completions_per_row: int = 1
 
 
-# Both tables go by class name, because importing one of TRL's experimental trainers only to recognise it costs time and
-# warns. A name that the installed TRL does not have matches nothing.
+# Both tables are keyed by class name, because importing TRL's experimental trainers just to recognise them is slow and
+# prints warnings. A name that the installed TRL does not have matches nothing.
 
-# Trainers that penalise the KL of the policy to the reference by `beta` and log this KL, on samples of the policy.
+# Trainers that penalise KL(policy || reference) with `beta`, and log this KL on samples from the policy.
 LOGGED_KLS = {
     "GRPOTrainer": LoggedKL("kl"),
     "GMPOTrainer": LoggedKL("kl"),
@@ -48,11 +48,11 @@ _PREFERENCES = "it logs no KL, because it learns from completions that the polic
 _DISTILLATION = "its `beta` chooses a divergence between student and teacher, and is no coefficient of a KL penalty"
 _NO_REFERENCE = "its loss has no reference model from which a KL could be measured"
 
-# Trainers that have a `beta` but no such KL, each with the reason.
+# Trainers that have a `beta` but log no such KL, each with the reason.
 REFUSED_TRAINERS = {
     "KTOTrainer": (
-        "its `kl` is not the policy's: it compares policy and reference on completions of the dataset that are paired with "
-        "the wrong prompts, and is a baseline of the loss"
+        "its `kl` is not the policy's: it compares policy and reference on completions of the dataset that are paired "
+        "with the wrong prompts, and is a baseline of the loss"
     ),
     "XPOTrainer": "half of the samples in its `objective/kl` come from the reference",
     "MiniLLMTrainer": "its loss does not use `beta`, and it logs no KL to a reference",
@@ -78,7 +78,7 @@ class KLXCallback(TrainerCallback):
     trainer.add_callback(KLXCallback(trainer, target=0.05))
     ```
 
-    The KL is the trainer's own, and so is its unit, which is the unit of `target`:
+    The KL and its unit are the trainer's, and `target` has the same unit:
 
     | trainer | key | KL |
     |---|---|---|
@@ -86,19 +86,19 @@ class KLXCallback(TrainerCallback):
     | [`~trl.RLOOTrainer`] | `kl` | `k1`, mean per token |
     | `OnlineDPOTrainer` | `objective/kl` | `k1`, sum per completion |
 
-    A subclass of one of these trainers is accepted too. Every other trainer is refused unless `kl_key` is given, because
-    what it logs as a KL may be something else.
+    Subclasses of these trainers are accepted too. Any other trainer is refused unless `kl_key` is given, because the
+    value it logs as a KL may be something else.
 
-    A mean of `k1` may be negative by chance; it then counts as 0. The coefficient changes with a training log, at most
-    once per generation batch, and is the same on all processes: set `logging_steps=1` for the quickest answer. The log
-    gets `klx/coef`, the coefficient applied up to it, and `klx/target`.
+    A mean of `k1` may be negative by chance; it then counts as 0. The coefficient is updated when the trainer logs, at
+    most once per generation batch, and is the same on all processes. Set `logging_steps=1` for the fastest response.
+    The callback adds `klx/coef`, the coefficient applied up to that log, and `klx/target` to the log.
 
-    The state is kept in `trainer_state.json`, and a resumed run goes on from it. KL of steps that were saved but not yet
-    logged is lost, as are the trainer's own metrics, so make `save_steps` a multiple of `logging_steps`.
+    The state is kept in `trainer_state.json`, and a resumed run continues from it. The KL of steps that were saved but
+    not yet logged is lost, just like the trainer's metrics, so make `save_steps` a multiple of `logging_steps`.
 
     Args:
         trainer ([`~transformers.Trainer`]):
-            Trainer to which the callback is added. Its `beta` must not be 0, since TRL then has no reference.
+            Trainer to which the callback is added. Its `beta` must not be 0, because TRL then has no reference.
         controller (`str` or [`KLController`], *optional*, defaults to `"pid"`):
             Registered name, or a controller that is ready for use.
         target (`float`, *optional*):
@@ -106,10 +106,10 @@ class KLXCallback(TrainerCallback):
         coef (`float`, *optional*):
             First coefficient. If unset, the trainer's `beta`.
         kl_key (`str`, *optional*):
-            Name of the KL in the trainer's log. If unset, the one in the table above. Set it for a trainer that is not in the
-            table but logs the KL of its policy to its reference.
+            Name of the KL in the trainer's log. If unset, the one in the table above. Set it for a trainer that is not
+            in the table but logs the KL between its policy and its reference.
         **kwargs:
-            Further settings of a controller given by name, see [`get_kl_controller`].
+            Further settings of a controller that is given by name, see [`get_kl_controller`].
     """
 
     def __init__(
@@ -131,15 +131,16 @@ class KLXCallback(TrainerCallback):
         args = trainer.args
         iterations = getattr(args, "num_iterations", 1)
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        # A batch that is trained on several times is counted in parts, once in all.
+        # A batch that is trained on several times still counts once, so each step counts as a fraction of it.
         self._completions_per_step = rows * logged.completions_per_row / iterations
         micro_batches = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
         self._steps_per_generation = micro_batches * iterations / args.gradient_accumulation_steps
         self._step = 0  # of the last log
+        self._seen_kl = False
         self._forget()
 
     def _forget(self) -> None:
-        # Since the last update: the KL times its optimizer steps, those steps, and all steps.
+        # Sums since the last update: KL times optimizer steps, steps with a KL, and all steps.
         self._kl_sum, self._kl_steps, self._steps = 0.0, 0, 0
 
     def _apply(self) -> None:
@@ -147,7 +148,9 @@ class KLXCallback(TrainerCallback):
 
     # ---- Events ----
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         handler = self.trainer.callback_handler
         if state is not self.trainer.state:
             raise ValueError(
@@ -155,19 +158,27 @@ class KLXCallback(TrainerCallback):
                 "that it is added to: `trainer.add_callback(KLXCallback(trainer, ...))`."
             )
         if sum(isinstance(callback, KLXCallback) for callback in handler.callbacks) > 1:
-            raise ValueError("The trainer has more than one `KLXCallback`, for one coefficient. Add one only.")
-        # Ahead of the trackers, so that they see what it adds to the log. A new list, since the host walks the old one.
+            raise ValueError("The trainer has more than one `KLXCallback`, but only one coefficient. Add only one.")
+        # First in line, so that trackers see what we add to the log. The list is replaced rather than changed, because
+        # transformers is iterating over it.
         handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
         self._seen_kl = False
         self._step = state.global_step
         if state.global_step > 0:
-            self._restore(state.stateful_callbacks.get(STATE_KEY))
+            self._restore(_stored(state).get(STATE_KEY))
         self._apply()
         self._store(state)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        # Only the training loop's own log is written by all processes together, and it alone has the loss.
-        if "loss" not in logs:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # Only the training loop's log has the loss. It is also the only log that every process takes part in.
+        if logs is None or "loss" not in logs:
             return
         if self.kl_key not in logs and not self._seen_kl:
             raise ValueError(
@@ -179,7 +190,7 @@ class KLXCallback(TrainerCallback):
         if self.controller.target is not None:
             added["klx/target"] = self.controller.target
         logs.update(added)
-        state.log_history[-1].update(added)  # the host keeps a copy
+        state.log_history[-1].update(added)  # transformers has already stored a copy
         self._count(state.global_step - self._step, logs.get(self.kl_key))
         self._step = state.global_step
         self._store(state)
@@ -187,8 +198,8 @@ class KLXCallback(TrainerCallback):
     # ---- Coefficient ----
 
     def _count(self, steps: int, kl: float | None) -> None:
-        """Take the KL of the last optimizer steps; update once they hold a whole generation batch."""
-        # Not every trainer reduces what it logs over all processes, and each computes the coefficient for itself.
+        """Add the KL of the last optimizer steps, and update the coefficient after a whole generation batch."""
+        # Some trainers log different values on each process, but the coefficient must be the same on all of them.
         kl = broadcast_object_list([kl])[0]
         self._steps += steps
         if kl is not None and not math.isfinite(kl):
@@ -205,8 +216,8 @@ class KLXCallback(TrainerCallback):
 
     # ---- State ----
 
-    def _store(self, state) -> None:
-        state.stateful_callbacks[STATE_KEY] = {
+    def _store(self, state: TrainerState) -> None:
+        _stored(state)[STATE_KEY] = {
             "controller": {
                 "class": type(self.controller).__name__,
                 "init_coef": self.controller.init_coef,
@@ -225,15 +236,20 @@ class KLXCallback(TrainerCallback):
         then = (controller["class"], controller["init_coef"])
         now = (type(self.controller).__name__, self.controller.init_coef)
         if then != now:
-            warnings.warn(f"The KL controller was changed since the checkpoint: {then} then, {now} now. {start}")
+            warnings.warn(f"The KL controller has changed since the checkpoint: {then} then, {now} now. {start}")
             return
         self.controller.load_state_dict(controller["state"])
         self._step = saved["step"]
         self._kl_sum, self._kl_steps, self._steps = saved["pending"]
 
 
+def _stored(state: TrainerState) -> dict[str, Any]:
+    # Annotated as a list of callbacks, which transformers turns into a dict of their states.
+    return cast(dict[str, Any], state.stateful_callbacks)
+
+
 def _find_coefficient(trainer: Trainer) -> str:
-    """Name of the attribute that holds the trainer's coefficient."""
+    """Return the name of the attribute that holds the trainer's coefficient."""
     if not isinstance(trainer, Trainer):
         raise TypeError(
             f"`trainer` must be a `Trainer`, got {trainer!r}. Build the trainer first, then add the callback: "
@@ -242,10 +258,10 @@ def _find_coefficient(trainer: Trainer) -> str:
     name = type(trainer).__name__
     if hasattr(trainer, "kl_controller"):
         raise ValueError(
-            f"{name} has a KL controller of its own. Set `kl_penalty_coef`, `kl_controller` and `kl_target` in its config "
-            "instead of adding a `KLXCallback`."
+            f"{name} has a KL controller of its own. Set `kl_penalty_coef`, `kl_controller` and `kl_target` in its "
+            "config instead of adding a `KLXCallback`."
         )
-    # Where `beta` cannot be set, it is a view of the attribute that can.
+    # In some trainers `beta` is a read-only property over `_beta`.
     shown = getattr(type(trainer), "beta", None)
     attribute = "_beta" if isinstance(shown, property) and shown.fset is None else "beta"
     if not hasattr(trainer, attribute):
@@ -254,17 +270,17 @@ def _find_coefficient(trainer: Trainer) -> str:
 
 
 def _find_kl(trainer: Trainer, kl_key: str | None) -> LoggedKL:
-    """How the trainer logs the KL of its policy. A trainer that is not known to do so needs a `kl_key`."""
+    """Find out how the trainer logs the KL of its policy. A trainer that is not in the table needs a `kl_key`."""
     name = type(trainer).__name__
-    # The nearest known class decides, since a trainer may derive from one whose KL it does not log.
+    # The nearest known class decides, because a trainer may derive from one whose KL it does not log.
     parents = (cls.__name__ for cls in type(trainer).__mro__)
     known = next((parent for parent in parents if parent in LOGGED_KLS or parent in REFUSED_TRAINERS), None)
-    if known in LOGGED_KLS:
+    if known is not None and known in LOGGED_KLS:
         return LOGGED_KLS[known] if kl_key is None else replace(LOGGED_KLS[known], key=kl_key)
     if kl_key is not None:
         return LoggedKL(kl_key)
     kind = "" if known in (name, None) else f", a {known},"
-    reason = REFUSED_TRAINERS.get(known, "nothing is known about what it logs")
+    reason = "nothing is known about what it logs" if known is None else REFUSED_TRAINERS[known]
     raise ValueError(
         f"{name}{kind} cannot be driven by a `KLXCallback`: {reason}. Use {_list_trainers()}. If its log does hold "
         "KL(policy || reference), and `beta` is the coefficient of that KL, name the metric in `kl_key`."
@@ -281,8 +297,8 @@ def _check_beta(beta: Any) -> None:
         raise ValueError(f"`beta={beta!r}` is a schedule, which a controller cannot drive. Set one number.")
     if beta == 0.0:
         raise ValueError(
-            f"`beta={beta!r}`: TRL then has no reference and logs no KL. Set `beta` to a positive value such as 0.05, from "
-            "which the controller starts."
+            f"`beta={beta!r}`: TRL then has no reference and logs no KL. Set `beta` to a positive value such as 0.05, "
+            "which the controller starts from."
         )
 
 
@@ -294,8 +310,8 @@ def _build_controller(
         ignored = {key: value for key, value in settings.items() if value is not None}
         if ignored:
             raise ValueError(
-                f"{ignored} would be ignored: `controller` is a {type(controller).__name__} with settings of its own. Give "
-                "them to it, or give `controller` by name."
+                f"{ignored} would be ignored: `controller` is a {type(controller).__name__} that already has its "
+                "settings. Pass them to the controller, or pass `controller` by name."
             )
         return controller
     cls = get_kl_controller_class(controller)

@@ -1,4 +1,4 @@
-"""Tokens whose KL neither counts nor pays, as `kl_ignore_tokens` names them."""
+"""The ids of the tokens in `kl_ignore_tokens`, whose KL is neither measured nor penalised."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +8,11 @@ def ignored_token_ids(
     tokens: Sequence[int | str] | None, tokenizer: Any, eos_token_ids: Sequence[int]
 ) -> tuple[int, ...]:
     """
-    The ids of `kl_ignore_tokens`.
+    Look up the ids of `kl_ignore_tokens`.
 
     Args:
         tokens (`Sequence[int | str]`, *optional*):
-            Ids, single tokens as strings, or `"eos"` for every token that ends a completion.
+            Ids, texts that are one token each, or `"eos"` for every token that ends a completion.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Tokenizer of the policy.
         eos_token_ids (`Sequence[int]`):
@@ -25,7 +25,8 @@ def ignored_token_ids(
         elif isinstance(token, int):
             if not 0 <= token < len(tokenizer):
                 raise ValueError(
-                    f"`kl_ignore_tokens` has the id {token!r}, but the tokenizer has {len(tokenizer)} tokens. Take it out."
+                    f"`kl_ignore_tokens` has the id {token!r}, but the tokenizer has {len(tokenizer)} tokens. "
+                    "Remove this id."
                 )
             ids.add(token)
         else:
@@ -39,8 +40,8 @@ def _id_of(token: str, tokenizer: Any) -> int:
         encoded = tokenizer.encode(token, add_special_tokens=False)
         if len(encoded) != 1 or encoded[0] == tokenizer.unk_token_id:
             raise ValueError(
-                f"`kl_ignore_tokens` has {token!r}, which is not one token of the tokenizer. Give ids, or texts that are "
-                "one token each."
+                f"`kl_ignore_tokens` has {token!r}, which is not one token of the tokenizer. Pass ids, or texts that "
+                "are one token each."
             )
         found = encoded[0]
     return int(found)

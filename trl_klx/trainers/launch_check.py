@@ -1,4 +1,4 @@
-"""Whether a launch is what was asked for. Several wrong ones train on, alone or unsharded, and exit with 0."""
+"""Checks that a run is the one that the launcher was asked for. Without it, some wrong launches go unnoticed."""
 
 import os
 import warnings
@@ -21,7 +21,7 @@ def find_launch_faults(
     environment: Mapping[str, str], num_processes: int, distributed_type: DistributedType
 ) -> list[str]:
     """
-    What the launcher was asked for, as far as it left that in the environment, and the run has not got.
+    Compare the run with what the launcher was asked for, as far as the environment tells.
 
     Args:
         environment (`Mapping[str, str]`):
@@ -29,52 +29,52 @@ def find_launch_faults(
         num_processes (`int`):
             Number of processes that train together.
         distributed_type ([`~accelerate.utils.DistributedType`]):
-            How they do so.
+            How they train together.
 
     Returns:
-        `list[str]`: One message per fault, which says what to do; empty if there is none.
+        `list[str]`: One message per fault, which also says what to do.
     """
     faults = []
     world = environment.get("WORLD_SIZE", "")
     launched = int(world) if world.isdigit() else 1
     if launched > num_processes:
         faults.append(
-            f"{launched} processes were launched (WORLD_SIZE={launched}), but {num_processes} train together: each of them "
-            "trains a model of its own, on a batch of its own. On a machine without GPUs, set `use_cpu=True` (`--use_cpu`) "
-            "in the config of the trainer."
+            f"{launched} processes were launched (WORLD_SIZE={launched}), but the run has {num_processes}: the "
+            "processes do not train together, and each of them trains a separate model. On a machine without GPUs, "
+            "set `use_cpu=True` (`--use_cpu`) in the trainer's config."
         )
-    # Accelerate's launcher of one process says whether it uses the CPU. Where the process meets others it says only if it
-    # was asked for more than one, of which it then starts one.
+    # Accelerate's single-process launcher sets ACCELERATE_USE_CPU, and MASTER_PORT only if more than one process was
+    # requested.
     alone = "ACCELERATE_USE_CPU" in environment and "LOCAL_RANK" not in environment and launched == 1
     if alone and num_processes == 1 and "MASTER_PORT" in environment:
         faults.append(
-            "`accelerate launch` was asked for several processes and started one: with `--cpu`, and with a config file that "
-            "says `MULTI_CPU` or `NO`, `--num_processes` has no effect. On CPUs, launch with `torchrun --nproc_per_node N "
-            "script.py` and set `use_cpu=True`; on GPUs, with `accelerate launch --multi_gpu --num_processes N script.py` "
-            "or `--config_file recipes/accelerate/multi_gpu.yaml`. If one process is what you want, take MASTER_PORT out of "
-            "the environment."
+            "`accelerate launch` was asked for several processes and started one: `--num_processes` has no effect "
+            "with `--cpu`, or with a config file that says `MULTI_CPU` or `NO`. On CPUs, launch with `torchrun "
+            "--nproc_per_node N script.py` and set `use_cpu=True`. On GPUs, launch with `accelerate launch "
+            "--multi_gpu --num_processes N script.py` or `--config_file recipes/accelerate/multi_gpu.yaml`. If you "
+            "want one process, unset MASTER_PORT."
         )
     for variable, (wanted, name, recipe) in _ENGINES.items():
         if environment.get(variable, "false").lower() in ("true", "1") and distributed_type != wanted:
             faults.append(
                 f"{name} was asked for ({variable}={environment[variable]}), but the run is {distributed_type.value}: "
-                "nothing is sharded, and every process holds the whole model. Accelerate shards only on GPUs and their "
-                f"like, and only without `use_cpu`: launch on GPUs with `accelerate launch --config_file "
-                f"recipes/accelerate/{recipe} script.py`, or leave {name} out."
+                "nothing is sharded, and every process holds the whole model. Accelerate shards only on GPUs and "
+                "similar devices, and only without `use_cpu`: launch on GPUs with `accelerate launch --config_file "
+                f"recipes/accelerate/{recipe} script.py`, or do not ask for {name}."
             )
     return faults
 
 
 def check_launch(accelerator: Accelerator) -> list[str]:
     """
-    Say loudly, as a warning and in the log, where the run is not the one that the launcher was asked for.
+    Warn, and log, if the run is not the one that the launcher was asked for.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
             Accelerator of the trainer.
 
     Returns:
-        `list[str]`: What was said.
+        `list[str]`: The faults that were reported.
     """
     faults = find_launch_faults(os.environ, accelerator.num_processes, accelerator.distributed_type)
     for fault in faults:

@@ -1,4 +1,4 @@
-"""The section on KL control in a model card."""
+"""Adds a section on KL control to a model card."""
 
 import os
 from dataclasses import fields
@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from .. import __version__
 
 
-# TRL's card ends with versions and citations; what was done to the model comes before them.
+# TRL's card ends with versions and citations. Our section comes before them, with what was done to the model.
 _FOLLOWING = "### Framework versions"
 _MAIN = ("kl_penalty_coef", "kl_placement", "kl_estimator", "kl_controller")
 
@@ -20,9 +20,9 @@ def add_kl_section(path: str, section: str) -> None:
 
     Args:
         path (`str`):
-            Card, as TRL's trainers write it.
+            Model card that TRL's trainer has written.
         section (`str`):
-            Markdown, see [`describe_kl`].
+            Markdown from [`describe_kl`].
     """
     card = ModelCard.load(path, ignore_metadata_errors=True)
     before, following, after = card.text.partition(_FOLLOWING)
@@ -32,7 +32,7 @@ def add_kl_section(path: str, section: str) -> None:
 
 def describe_kl(args: Any, reference: dict[str, Any], log_history: list[dict[str, Any]]) -> str:
     """
-    The section on KL control: settings, reference, and the last KL and coefficient.
+    Describe a run's KL control: its settings, its reference, and the last KL and coefficient.
 
     Args:
         args ([`KLXConfigMixin`]):
@@ -40,7 +40,7 @@ def describe_kl(args: Any, reference: dict[str, Any], log_history: list[dict[str
         reference (`dict`):
             Identity of the reference.
         log_history (`list[dict]`):
-            What was logged, in order.
+            Logged rows, oldest first.
 
     Returns:
         `str`: Markdown.
@@ -59,7 +59,7 @@ def describe_kl(args: Any, reference: dict[str, Any], log_history: list[dict[str
 
 
 def _chosen_settings(args: Any) -> dict[str, str]:
-    """The settings that had an effect, the main ones also where they are at their defaults."""
+    """Return the settings that had an effect: the main ones, and others that differ from their defaults."""
     chosen = {}
     for field in fields(args):
         value = args.kl_controller_name if field.name == "kl_controller" else getattr(args, field.name)
@@ -72,6 +72,6 @@ def _chosen_settings(args: Any) -> dict[str, str]:
 
 
 def _shown(value: Any) -> str:
-    # A card is published: the place of a folder on the user's machine is nobody's business.
+    # Cards are published, so they must not show where a folder lies on the user's machine.
     text = os.path.basename(os.path.normpath(value)) if isinstance(value, str) and os.path.isabs(value) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")
