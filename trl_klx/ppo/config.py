@@ -45,6 +45,15 @@ _VALUES = {
     "cliprange": (*_number("> 0", 0.0, above=True), "The default is 0.2."),
     "cliprange_value": (*_number("> 0", 0.0, above=True), "Set it to a large number such as 1e6 to clip no value."),
     "vf_coef": (*_number(">= 0", 0.0), "Set it to 0.0 to leave the value function untrained."),
+    "value_learning_rate": (
+        *_number("> 0", 0.0, above=True),
+        "Leave it unset, or set `vf_coef=0.0` to leave the value function untrained.",
+    ),
+    "value_head_detached": (
+        lambda value: isinstance(value, bool),
+        "True or False",
+        "Set it to False to let the value loss train the policy's backbone.",
+    ),
     "missing_eos_penalty": (*_number(">= 0", 0.0), "It is subtracted. Leave it unset for no penalty."),
     "reward_scaling": _one_of(REWARD_SCALINGS),
     "cliprange_reward": (*_number("> 0", 0.0, above=True), "Leave it unset to clip no score."),
@@ -107,9 +116,14 @@ class KLXPPOConfig(KLXGRPOConfig):
         cliprange (`float`, *optional*, defaults to `0.2`):
             Clipping range of the probability ratio; TRL's `epsilon`.
         cliprange_value (`float`, *optional*, defaults to `0.2`):
-            Clipping range of the values.
+            Clipping range of the values; for a value head, in standard deviations of the returns.
         vf_coef (`float`, *optional*, defaults to `0.1`):
             Weight of the value loss.
+        value_learning_rate (`float`, *optional*):
+            Learning rate of the value function; it follows the schedule of `learning_rate`. If unset, `learning_rate`; a
+            detached value head then learns at no less than `min(1e-3, 0.1 / hidden_size)`.
+        value_head_detached (`bool`, *optional*, defaults to `True`):
+            Whether gradients of the value loss stop at the value head. If `False`, they train the policy's backbone too.
         whiten_advantages (`bool`, *optional*, defaults to `True`):
             Normalise the advantages of a rollout to zero mean and unit variance, over the real tokens of all processes.
         whiten_rewards (`bool`, *optional*, defaults to `False`):
@@ -181,6 +195,20 @@ class KLXPPOConfig(KLXGRPOConfig):
     cliprange: float = field(default=0.2, metadata={"help": "Clipping range of the probability ratio."})
     cliprange_value: float = field(default=0.2, metadata={"help": "Clipping range of the values."})
     vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
+    value_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Learning rate of the value function. If unset, `learning_rate`; a detached value head then learns at "
+            "no less than min(1e-3, 0.1 / hidden_size)."
+        },
+    )
+    value_head_detached: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether gradients of the value loss stop at the value head. If not, they train the policy's backbone "
+            "too."
+        },
+    )
     whiten_advantages: bool = field(
         default=True, metadata={"help": "Normalise the advantages of a rollout to zero mean and unit variance."}
     )
@@ -341,6 +369,12 @@ class KLXPPOConfig(KLXGRPOConfig):
         for name, remedy in inert.items():
             if getattr(self, name) != GRPOConfig.__dataclass_fields__[name].default:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` has no effect in PPO. {remedy}")
+        for name in ("value_learning_rate", "value_head_detached"):
+            if self.vf_coef == 0.0 and getattr(self, name) != self._default(name):
+                raise ValueError(
+                    f"`{name}={getattr(self, name)!r}` has no effect while `vf_coef=0.0`, which leaves the value function "
+                    f"untrained. Unset `{name}`, or raise `vf_coef`."
+                )
         self._validate_ppo_adapters()
         self._validate_ppo_stops()
 

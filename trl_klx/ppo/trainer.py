@@ -4,6 +4,7 @@ import functools
 import os
 import textwrap
 import warnings
+from collections.abc import Callable
 
 import torch
 from accelerate.utils import gather, is_peft_model
@@ -25,6 +26,7 @@ from .inputs import (
     check_prompts,
     check_ref_model,
     collect_rewards,
+    split_off,
     train_with_optimizer,
     with_prompts,
 )
@@ -149,10 +151,14 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         self.value_function = ValueFunction(policy, self._ppo_value_module(policy, value_model))
         if self.optimizer is not None:
-            train_with_optimizer(self.optimizer, self.lr_scheduler, self.value_function.module)
+            rate = self.args.value_learning_rate
+            train_with_optimizer(self.optimizer, self.lr_scheduler, self.value_function.module, rate)
         self._ppo_scaler = RewardScaler(self.args.reward_scaling, self.args.cliprange_reward)
         self._ppo_metrics = {"train": PPOMetrics(), "eval": PPOMetrics()}
         self._ppo_stop_at(policy)
+        self.accelerator.clip_grad_norm_ = functools.partial(
+            self._ppo_clip_gradients, self.accelerator.clip_grad_norm_
+        )
         if self.use_vllm:
             # vLLM is sent every parameter of the policy, and has no place for a value function.
             sync_weights = self.vllm_generation.sync_weights
@@ -162,11 +168,18 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
 
     def _ppo_value_module(self, policy: nn.Module, value_model: nn.Module | None) -> nn.Module:
         if value_model is not None:
+            if not self.args.value_head_detached:
+                raise ValueError(
+                    "`value_head_detached=False` has no effect with a `value_model`, which shares nothing with the policy. "
+                    "Unset one of them."
+                )
             disable_dropout_in_model(value_model)
             return ValueModel(value_model.to(self.accelerator.device))
         trained = next(parameter for parameter in policy.parameters() if parameter.requires_grad)
         hidden_size = causal_lm(policy).config.get_text_config().hidden_size
-        return ValueHead(hidden_size, trained.dtype, trained.device, self.args.seed)
+        # FSDP wants the parameters that it shards together to be of one type.
+        dtype = trained.dtype if self.is_fsdp_enabled else torch.float32
+        return ValueHead(hidden_size, dtype, trained.device, self.args.seed, self.args.value_head_detached)
 
     def _klx_prepare_policy(self, policy: nn.Module) -> None:
         if self.args.num_layers_unfrozen is None:
@@ -291,6 +304,8 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         self._ppo_values = None
+        if self._klx_mode == "train":
+            self.value_function.scale.advance()
         batch = super()._generate_and_score_completions(inputs)
         scores, scorable = self._ppo_score(batch)
         # TRL shuffles a batch before the loss.
@@ -323,6 +338,9 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         metrics.add_mean("score", (scores * scorable).sum(), count)
         metrics.add_mean("non_score_reward", (non_score * scorable).sum(), count)
         metrics.add_returns(values, returns, mask)
+        if mode == "train" and isinstance(self.value_function.module, ValueHead):
+            moments = self.accelerator.reduce(masked_moments(returns, mask), reduction="sum")
+            self.value_function.scale.observe(moments)
         self._ppo_correct_logs(mode, sequence_means(advantages, mask).squeeze(1)[rows.argsort()])
 
     def _ppo_correct_logs(self, mode: str, advantages: torch.Tensor) -> None:
@@ -378,8 +396,13 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         finally:
             inputs, self._ppo_batch = self._ppo_batch, None
         mode, mask = self._klx_mode, inputs["ppo_mask"]
+        scale = self.value_function.scale.std
         value_loss, clipped = clipped_value_loss(
-            self._ppo_values, inputs["ppo_values"], inputs["ppo_returns"], mask, self.args.cliprange_value
+            self._ppo_values / scale,
+            inputs["ppo_values"] / scale,
+            inputs["ppo_returns"] / scale,
+            mask,
+            self.args.cliprange_value,
         )
         tokens = mask.sum()
         # Each token weighs the same, in whichever micro-batch and on whichever process it lies: the mean over this
@@ -394,6 +417,36 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         metrics.add_mean("value_loss", value_loss * tokens, tokens)
         metrics.add_mean("value_clip_ratio", clipped * tokens, tokens)
         return loss + self.args.vf_coef * value_loss * tokens / normalizer
+
+    def create_optimizer(self, *args, **kwargs):
+        theirs = self.optimizer
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if theirs is None:
+            split_off(optimizer, self.value_function.module, self._ppo_value_learning_rate())
+        return optimizer
+
+    def _ppo_value_learning_rate(self) -> float:
+        module, rate = self.value_function.module, self.args.value_learning_rate
+        if rate is None and isinstance(module, ValueHead) and module.detached:
+            # A new head cannot learn at the rate of a pretrained policy. A step of Adam changes what a layer gives by
+            # about its rate times its width.
+            rate = max(self.args.learning_rate, min(1e-3, 0.1 / module.inner.in_features))
+        return self.args.learning_rate if rate is None else rate
+
+    def _ppo_clip_gradients(self, clip: Callable, parameters, max_norm: float, norm_type: float = 2.0):
+        """Clip policy and value function each by its own norm, so that neither silences the other. Returns the policy's."""
+        parameters = list(parameters)
+        # As it is where DeepSpeed clips by itself. Elsewhere this only takes the scaling of fp16 off the gradients.
+        norm = clip(parameters, float("inf"), norm_type)
+        if self.is_deepspeed_enabled:
+            return norm
+        value = {id(parameter) for parameter in self.value_function.module.parameters()}
+        for part in (
+            [parameter for parameter in parameters if id(parameter) in value],
+            [parameter for parameter in parameters if id(parameter) not in value],
+        ):
+            norm = nn.utils.clip_grad_norm_(part, max_norm, norm_type)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     # ---- Metrics ----
 

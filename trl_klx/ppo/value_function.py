@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from ..control.logps import causal_lm
+from ..maths.estimators import wide_dtype
 from ..references.sharding import join_parts
 
 
@@ -18,8 +20,8 @@ VALUE_MODULE = "klx_value"
 
 class ValueHead(nn.Module):
     """
-    Two-layer head from the policy's last hidden states to values. The last layer starts at zero, so that the first
-    advantages are those of no baseline rather than of a random one.
+    Two-layer head from the policy's last hidden states to values, in units of the returns (see [`ReturnScale`]). The last
+    layer starts at zero, so that the first advantages are those of no baseline rather than of a random one.
 
     Args:
         hidden_size (`int`):
@@ -30,13 +32,17 @@ class ValueHead(nn.Module):
             Device of the parameters.
         seed (`int`):
             Seed of the initialisation, so that every process starts alike.
+        detached (`bool`, *optional*, defaults to `True`):
+            Whether gradients stop at the hidden states, so that the value loss does not move the policy.
     """
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, seed: int):
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, seed: int, detached: bool = True):
         super().__init__()
+        self.detached = detached
         # The rollouts of a seeded run must not depend on there being a value head.
         with torch.random.fork_rng():
             torch.manual_seed(seed)
+            self.norm = nn.LayerNorm(hidden_size)
             self.inner = nn.Linear(hidden_size, 2 * hidden_size)
             self.outer = nn.Linear(2 * hidden_size, 1)
         nn.init.zeros_(self.outer.weight)
@@ -45,7 +51,11 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`(B, T, H)` hidden states to `(B, T)` values."""
-        return self.outer(torch.relu(self.inner(hidden.to(self.inner.weight.dtype)))).squeeze(-1)
+        hidden = hidden.detach() if self.detached else hidden
+        # Autocast would compute in bf16 what is to be regressed on in fp32.
+        with torch.autocast(hidden.device.type, enabled=False):
+            hidden = self.norm(hidden.to(self.inner.weight.dtype))
+            return self.outer(torch.relu(self.inner(hidden))).squeeze(-1)
 
 
 class ValueModel(nn.Module):
@@ -74,6 +84,52 @@ class ValueModel(nn.Module):
         return model.score(hidden).squeeze(-1)
 
 
+class ReturnScale:
+    """
+    Mean and standard deviation of the returns of the last rollouts, in which the value head counts. The value loss is then
+    of the same size whatever the rewards and the penalty are.
+
+    What a rollout showed counts from the next rollout on, so that values before and after an update can be compared.
+    """
+
+    DECAY = 0.9  # of the weight of a rollout, with every rollout that follows it
+
+    def __init__(self):
+        self._moments = self._next = None  # count, sum and sum of squares
+
+    def observe(self, moments: torch.Tensor) -> None:
+        """Take in the moments of a rollout's returns over all processes."""
+        self._next = moments if self._moments is None else self.DECAY * self._moments + moments
+
+    def advance(self) -> None:
+        """Begin a rollout."""
+        self._moments = self._next
+
+    @property
+    def mean(self) -> torch.Tensor | float:
+        return 0.0 if self._moments is None else (self._moments[1] / self._moments[0].clamp(min=1.0)).float()
+
+    @property
+    def std(self) -> torch.Tensor | float:
+        """1 as long as the returns do not vary."""
+        if self._moments is None:
+            return 1.0
+        count, total, squares = (self._moments / self._moments[0].clamp(min=1.0)).unbind()
+        variance = (squares - total.square()).float()
+        return torch.where(variance > 1e-12 * squares, variance, 1.0).sqrt()
+
+    def state_dict(self) -> list[float] | None:
+        return None if self._next is None else self._next.tolist()
+
+    def load_state_dict(self, state: list[float] | None, device: torch.device) -> None:
+        """Load what [`~ReturnScale.state_dict`] returned."""
+        if state is not None and not (len(state) == 3 and all(math.isfinite(number) for number in state)):
+            raise ValueError(
+                f"Cannot resume: the moments of the returns are {state!r}, expected three finite numbers."
+            )
+        self._next = None if state is None else torch.tensor(state, dtype=wide_dtype(device), device=device)
+
+
 class ValueFunction:
     """
     Hangs a value module on the policy and records its values during the policy's own forward passes: no second pass,
@@ -89,6 +145,7 @@ class ValueFunction:
     def __init__(self, policy: nn.Module, module: nn.Module):
         self.policy = policy
         self.module = module
+        self.scale = ReturnScale()
         self._keep: int | None = None
         self._current: torch.Tensor | None = None
         self._recorded: list[torch.Tensor] = []
@@ -103,7 +160,8 @@ class ValueFunction:
     def _after_backbone(self, module, args, output) -> None:
         if self._keep is not None:
             # The state before token t is the position that predicts it.
-            self._current = self.module(output.last_hidden_state[:, -self._keep - 1 : -1]).float()
+            values = self.module(output.last_hidden_state[:, -self._keep - 1 : -1]).float()
+            self._current = self.scale.mean + self.scale.std * values
 
     def _after_policy(self, module, args, kwargs, output):
         if self._keep is None:
