@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ppo_checks import check_losses, record
 from tiny import (
     RUN,
     build_dataset,
@@ -28,7 +29,7 @@ from tiny_ppo import (
     train_ppo,
 )
 from trl_klx import KLXPPOTrainer
-from trl_klx.ppo.value_function import ReturnScale, ValueHead
+from trl_klx.ppo.value_function import ReturnScale, ValueHead, copy_top_layers
 from value_checks import ADAPTERS, parts
 
 
@@ -74,7 +75,7 @@ def test_head_starts_at_zero_and_draws_no_random_numbers():
     torch.manual_seed(3)
     head, again = (ValueHead(8, torch.float32, torch.device("cpu"), seed=5) for _ in range(2))
     assert torch.equal(torch.rand(1), expected)
-    assert not head(torch.randn(2, 3, 8)).any()
+    assert not head(torch.randn(2, 3, 8), [], slice(None)).any()
     assert all(torch.equal(one, other) for one, other in zip(head.parameters(), again.parameters(), strict=True))
     other = ValueHead(8, torch.float32, torch.device("cpu"), seed=6)
     assert not torch.equal(head.inner.weight, other.inner.weight)
@@ -87,19 +88,57 @@ def test_value_loss_moves_the_policy_only_when_asked_to(adapter, tmp_path):
     for name, fields in {
         "none": {"vf_coef": 0.0},
         "detached": {"vf_coef": 50.0},
-        "shared": {"vf_coef": 50.0, "value_head_detached": False},
+        # On the last hidden states: copies of all layers of the tiny model would leave only its embeddings to share.
+        "shared": {"vf_coef": 50.0, "value_head_detached": False, "num_value_layers": 0},
     }.items():
-        # Two steps: the first leaves a head that is zero, through which no gradient passes.
         settings = {"max_steps": 2, "num_ppo_epochs": 2, "learning_rate": 0.0} | fields
         trainer = build_ppo(tmp_path, RecordingPPOTrainer, extras=parts(adapter, "head"), **settings)
         with torch.no_grad():
-            trainer.value_function.module.outer.weight.fill_(0.1)
+            trainer.value_function.module.outer.weight.fill_(0.1)  # at 0 it would pass no gradient on
         trainer.train()
         gradients[name] = {key: value for key, value in trainer.gradients[0].items() if "klx_value" not in key}
     assert gradients["none"]
     for key, gradient in gradients["none"].items():
         torch.testing.assert_close(gradients["detached"][key], gradient, atol=1e-6, rtol=1e-4)
     assert any(not torch.allclose(gradients["shared"][key], gradient) for key, gradient in gradients["none"].items())
+
+
+@ADAPTERS
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_head_starts_from_copies_of_the_top_layers(count, adapter, tmp_path):
+    trainer = build_ppo(tmp_path, num_value_layers=count, extras=parts(adapter, "head"))
+    layers, plain = trainer.value_function.module.layers, build_model()
+    assert len(layers) == min(count, len(plain.model.layers))
+    for layer, source in zip(layers, plain.model.layers[len(plain.model.layers) - len(layers) :], strict=True):
+        state = layer.state_dict()
+        assert state.keys() == source.state_dict().keys()
+        assert all(torch.equal(state[name], weight) for name, weight in source.state_dict().items())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_losses_with_fewer_layers_are_those_of_the_plain_loops(count, tmp_path):
+    check_losses(record(tmp_path, num_value_layers=count), build_model())
+
+
+def test_layers_that_cannot_be_copied_are_refused(tmp_path):
+    model = build_model()
+    model.model.layers[-1].mlp.up_proj.weight = torch.nn.Parameter(
+        torch.zeros(4, dtype=torch.uint8), requires_grad=False
+    )
+    with pytest.raises(ValueError, match=r"`num_value_layers=2` cannot copy .* Set `num_value_layers=0`"):
+        copy_top_layers(model, 2)
+    assert copy_top_layers(model, 0) == []
+
+
+@pytest.mark.parametrize("checkpointing", [{"use_reentrant": False}, {"use_reentrant": True}, None])
+def test_layers_are_trained_with_gradient_checkpointing(checkpointing, tmp_path):
+    fields = {"gradient_checkpointing": checkpointing is not None, "gradient_checkpointing_kwargs": checkpointing}
+    trainer = build_ppo(tmp_path, RecordingPPOTrainer, max_steps=2, num_ppo_epochs=2, **fields)
+    with torch.no_grad():
+        trainer.value_function.module.outer.weight.fill_(0.1)
+    trainer.train()
+    layers = [name for name, _ in trainer.model.named_parameters() if name.startswith("klx_value.layers.")]
+    assert layers and all(trainer.gradients[0][name].any() for name in layers if not name.endswith("k_proj.bias"))
 
 
 @pytest.mark.parametrize("how", ["weights", "autocast"])
@@ -227,8 +266,9 @@ def test_value_function_has_its_learning_rate(fields, owner, rate, tmp_path):
 
 
 def test_fields_of_the_value_function_without_effect_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`value_head_detached=False` has no effect with a `value_model`"):
-        build_ppo(tmp_path, value_head_detached=False, extras=parts("full", "model"))
+    for name, value in (("value_head_detached", False), ("num_value_layers", 1)):
+        with pytest.raises(ValueError, match=f"`{name}={value}` has no effect with a `value_model`"):
+            build_ppo(tmp_path, extras=parts("full", "model"), **{name: value})
     model, value_model = build_model(), build_scorer(seed=3)
     optimizer = torch.optim.SGD([*model.parameters(), *value_model.parameters()], lr=0.5)
     extras = {"optimizers": (optimizer, None), "value_model": value_model}

@@ -1,5 +1,6 @@
 """PPO for the tests: tiny trainers that remember what they did, and PPO worked out a second time in plain loops."""
 
+import copy
 import math
 import random
 
@@ -156,6 +157,24 @@ class RecordingPPOTrainer(KLXPPOTrainer):
 # ---- PPO by hand ----
 
 
+def branch_by_hand(state: dict, policy):
+    """The policy with the top layers of the value head and, if it has any, without the final norm."""
+    layers = {name.removeprefix("layers."): state[name] for name in state if name.startswith("layers.")}
+    count = len({name.split(".")[0] for name in layers})
+    if not count:
+        return policy
+    branch = copy.deepcopy(policy)
+    branch.model.norm = torch.nn.Identity()
+    top = branch.model.layers[len(branch.model.layers) - count :]
+    for name, weight in layers.items():
+        owner, _, last = name.rpartition(".")
+        module = top.get_submodule(owner)
+        # Not a parameter any more, so that gradients reach the weights that were given.
+        del module._parameters[last]
+        setattr(module, last, weight)
+    return branch
+
+
 @torch.no_grad()
 def values_by_hand(state: dict, policy, batch: dict, value_model=None) -> torch.Tensor:
     """Value before each completion token, `(B, T)`: from the head's weights, or from those of a value model."""
@@ -163,7 +182,8 @@ def values_by_hand(state: dict, policy, batch: dict, value_model=None) -> torch.
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     length = batch["completion_ids"].size(1)
     if value_model is None:
-        hidden = policy(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states[-1]
+        hidden = branch_by_hand(state, policy)(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        hidden = hidden.hidden_states[-1]
         centred = hidden - hidden.mean(-1, keepdim=True)
         normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         inner = (normed * state["norm.weight"] + state["norm.bias"]) @ state["inner.weight"].T + state["inner.bias"]

@@ -49,6 +49,7 @@ _VALUES = {
         *_number("> 0", 0.0, above=True),
         "Leave it unset, or set `vf_coef=0.0` to leave the value function untrained.",
     ),
+    "num_value_layers": (*_number(">= 0", 0, kind=int), "Set it to 0 for a head on the policy's last hidden states."),
     "value_head_detached": (
         lambda value: isinstance(value, bool),
         "True or False",
@@ -122,6 +123,9 @@ class KLXPPOConfig(KLXGRPOConfig):
         value_learning_rate (`float`, *optional*):
             Learning rate of the value function; it follows the schedule of `learning_rate`. If unset, `learning_rate`; a
             detached value head then learns at no less than `min(1e-3, 0.1 / hidden_size)`.
+        num_value_layers (`int`, *optional*, defaults to `2`):
+            Layers of the value head: it starts from copies of the policy's top layers, this many of them. With 0 it is a
+            small network on the policy's last hidden states, which costs nothing and explains less.
         value_head_detached (`bool`, *optional*, defaults to `True`):
             Whether gradients of the value loss stop at the value head. If `False`, they train the policy's backbone too.
         whiten_advantages (`bool`, *optional*, defaults to `True`):
@@ -201,6 +205,9 @@ class KLXPPOConfig(KLXGRPOConfig):
             "help": "Learning rate of the value function. If unset, `learning_rate`; a detached value head then learns at "
             "no less than min(1e-3, 0.1 / hidden_size)."
         },
+    )
+    num_value_layers: int = field(
+        default=2, metadata={"help": "Layers of the value head, which start as copies of the policy's top layers."}
     )
     value_head_detached: bool = field(
         default=True,
@@ -369,7 +376,7 @@ class KLXPPOConfig(KLXGRPOConfig):
         for name, remedy in inert.items():
             if getattr(self, name) != GRPOConfig.__dataclass_fields__[name].default:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` has no effect in PPO. {remedy}")
-        for name in ("value_learning_rate", "value_head_detached"):
+        for name in ("value_learning_rate", "num_value_layers", "value_head_detached"):
             if self.vf_coef == 0.0 and getattr(self, name) != self._default(name):
                 raise ValueError(
                     f"`{name}={getattr(self, name)!r}` has no effect while `vf_coef=0.0`, which leaves the value function "

@@ -33,7 +33,14 @@ from .inputs import (
 from .metrics import PPOMetrics
 from .reward_scaling import RewardScaler
 from .stop_strings import generate_until, holds_text
-from .value_function import ValueFunction, ValueHead, ValueModel, call_without_value, freeze_bottom_layers
+from .value_function import (
+    ValueFunction,
+    ValueHead,
+    ValueModel,
+    call_without_value,
+    copy_top_layers,
+    freeze_bottom_layers,
+)
 
 
 class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
@@ -168,18 +175,20 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
 
     def _ppo_value_module(self, policy: nn.Module, value_model: nn.Module | None) -> nn.Module:
         if value_model is not None:
-            if not self.args.value_head_detached:
-                raise ValueError(
-                    "`value_head_detached=False` has no effect with a `value_model`, which shares nothing with the policy. "
-                    "Unset one of them."
-                )
+            for name in ("num_value_layers", "value_head_detached"):
+                if getattr(self.args, name) != self.args._default(name):
+                    raise ValueError(
+                        f"`{name}={getattr(self.args, name)!r}` has no effect with a `value_model`, which shares nothing "
+                        "with the policy. Unset one of them."
+                    )
             disable_dropout_in_model(value_model)
             return ValueModel(value_model.to(self.accelerator.device))
         trained = next(parameter for parameter in policy.parameters() if parameter.requires_grad)
         hidden_size = causal_lm(policy).config.get_text_config().hidden_size
         # FSDP wants the parameters that it shards together to be of one type.
         dtype = trained.dtype if self.is_fsdp_enabled else torch.float32
-        return ValueHead(hidden_size, dtype, trained.device, self.args.seed, self.args.value_head_detached)
+        layers = copy_top_layers(policy, self.args.num_value_layers)
+        return ValueHead(hidden_size, dtype, trained.device, self.args.seed, layers, self.args.value_head_detached)
 
     def _klx_prepare_policy(self, policy: nn.Module) -> None:
         if self.args.num_layers_unfrozen is None:
