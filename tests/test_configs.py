@@ -137,7 +137,7 @@ def test_every_field_from_yaml(config_class, tmp_path):
         "kl_centering": "group",
         "kl_discount": 1,
         "kl_statistic": "full",
-        "kl_ignore_tokens": "[eos, 5, \"7\", w3]",
+        "kl_ignore_tokens": '[eos, 5, "7", w3]',
         "kl_update_target": "1e-1",
         "num_iterations": 2,
         "kl_controller": "adaptive",
