@@ -128,10 +128,14 @@ class RecordingPPOTrainer(KLXPPOTrainer):
         self.rollouts.append(now)
         batch = super()._generate_and_score_completions(inputs)
         batch["row"] = torch.arange(len(batch["completion_ids"]))
-        self.rollouts[-1] |= batch | {"rewards": self._ppo_rewards_per_func.clone()}
+        self.rollouts[-1] |= batch
         # The units change when a rollout begins.
         self.rollouts[-1]["value"] = self.scaled(now["value"])
         return batch
+
+    def _ppo_score(self, batch, rewards):
+        self.rollouts[-1]["rewards"] = rewards.clone()
+        return super()._ppo_score(batch, rewards)
 
     def _ppo_estimate(self, batch, values):
         super()._ppo_estimate(batch, values)
