@@ -219,7 +219,8 @@ def test_value_gradient_is_that_of_the_squared_error(owner, tmp_path):
         extras={"value_model": value_model},
     )
     (rollout,), (gradients,) = trainer.rollouts, trainer.gradients
-    state = {name: weight.clone().requires_grad_() for name, weight in rollout["value"].items()}
+    tensors = {name: weight for name, weight in rollout["value"].items() if isinstance(weight, torch.Tensor)}
+    state = {name: weight.clone().requires_grad_() for name, weight in tensors.items()}
     if owner == "model":
         module = build_scorer(seed=3)
         ids = torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1)
@@ -228,7 +229,8 @@ def test_value_gradient_is_that_of_the_squared_error(owner, tmp_path):
         values = values[:, -rollout["completion_ids"].size(1) - 1 : -1, 0]
         state = {f"model.{name}": parameter for name, parameter in module.named_parameters()}
     else:
-        values = values_by_hand.__wrapped__(state, rollout["policy"], rollout)
+        # The first rollout: no returns have been seen, and values count in units of 1.
+        values = values_by_hand.__wrapped__(state | {"mean": 0.0, "std": 1.0}, rollout["policy"], rollout)
     real = rollout["ppo_mask"].bool()
     (0.6 * 0.5 * (values - rollout["ppo_returns"])[real].square().mean()).backward()
     for name, parameter in state.items():

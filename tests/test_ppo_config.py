@@ -26,6 +26,9 @@ FIELDS = {
     "cliprange": (0.2, 0.1),
     "cliprange_value": (0.2, 0.5),
     "vf_coef": (0.1, 1.0),
+    "value_learning_rate": (None, 1e-4),
+    "num_value_layers": (2, 0),
+    "value_head_detached": (True, False),
     "whiten_advantages": (True, False),
     "whiten_rewards": (False, True),
     "missing_eos_penalty": (None, 1.0),
@@ -338,6 +341,14 @@ def test_what_the_former_trainer_computed_cannot_be_set(name):
         ("cliprange", math.inf),
         ("cliprange_value", 0.0),
         ("cliprange_value", None),
+        ("value_learning_rate", 0.0),
+        ("value_learning_rate", -1e-3),
+        ("value_learning_rate", math.nan),
+        ("num_value_layers", -1),
+        ("num_value_layers", 1.5),
+        ("num_value_layers", None),
+        ("value_head_detached", 1),
+        ("value_head_detached", "no"),
         ("vf_coef", -0.1),
         ("vf_coef", math.nan),
         ("vf_coef", True),
@@ -368,6 +379,14 @@ def test_invalid_value_is_refused_with_field_value_and_remedy(name, value):
     assert message.startswith(f"`{name}` must be ") and f"got {value!r}. " in message
     remedy = message.split(f"got {value!r}. ")[1]
     assert len(remedy) > 15 and remedy.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("value_learning_rate", 1e-4), ("num_value_layers", 1), ("value_head_detached", False)]
+)
+def test_field_of_a_value_function_that_is_not_trained_is_refused(name, value):
+    message = refusal(vf_coef=0.0, **{name: value})
+    assert message.startswith(f"`{name}={value!r}` has no effect while `vf_coef=0.0`") and f"Unset `{name}`" in message
 
 
 @pytest.mark.parametrize("name", ["reward_scaling", "loss_type"])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 import warnings
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ppo_checks import check_losses, record
 from tiny import (
     RUN,
     build_dataset,
@@ -27,7 +29,7 @@ from tiny_ppo import (
     train_ppo,
 )
 from trl_klx import KLXPPOTrainer
-from trl_klx.ppo.value_function import ValueHead
+from trl_klx.ppo.value_function import ReturnScale, ValueHead, copy_top_layers
 from value_checks import ADAPTERS, parts
 
 
@@ -73,10 +75,207 @@ def test_head_starts_at_zero_and_draws_no_random_numbers():
     torch.manual_seed(3)
     head, again = (ValueHead(8, torch.float32, torch.device("cpu"), seed=5) for _ in range(2))
     assert torch.equal(torch.rand(1), expected)
-    assert not head(torch.randn(2, 3, 8)).any()
+    assert not head(torch.randn(2, 3, 8), [], slice(None)).any()
     assert all(torch.equal(one, other) for one, other in zip(head.parameters(), again.parameters(), strict=True))
     other = ValueHead(8, torch.float32, torch.device("cpu"), seed=6)
     assert not torch.equal(head.inner.weight, other.inner.weight)
+
+
+@ADAPTERS
+def test_value_loss_moves_the_policy_only_when_asked_to(adapter, tmp_path):
+    """The gradient of the policy with a value loss of any size is that without one, unless the head is not detached."""
+    gradients = {}
+    for name, fields in {
+        "none": {"vf_coef": 0.0},
+        "detached": {"vf_coef": 50.0},
+        # On the last hidden states: copies of all layers of the tiny model would leave only its embeddings to share.
+        "shared": {"vf_coef": 50.0, "value_head_detached": False, "num_value_layers": 0},
+    }.items():
+        settings = {"max_steps": 2, "num_ppo_epochs": 2, "learning_rate": 0.0} | fields
+        trainer = build_ppo(tmp_path, RecordingPPOTrainer, extras=parts(adapter, "head"), **settings)
+        with torch.no_grad():
+            trainer.value_function.module.outer.weight.fill_(0.1)  # at 0 it would pass no gradient on
+        trainer.train()
+        gradients[name] = {key: value for key, value in trainer.gradients[0].items() if "klx_value" not in key}
+    assert gradients["none"]
+    for key, gradient in gradients["none"].items():
+        torch.testing.assert_close(gradients["detached"][key], gradient, atol=1e-6, rtol=1e-4)
+    assert any(not torch.allclose(gradients["shared"][key], gradient) for key, gradient in gradients["none"].items())
+
+
+@ADAPTERS
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_head_starts_from_copies_of_the_top_layers(count, adapter, tmp_path):
+    trainer = build_ppo(tmp_path, num_value_layers=count, extras=parts(adapter, "head"))
+    layers, plain = trainer.value_function.module.layers, build_model()
+    assert len(layers) == min(count, len(plain.model.layers))
+    for layer, source in zip(layers, plain.model.layers[len(plain.model.layers) - len(layers) :], strict=True):
+        state = layer.state_dict()
+        assert state.keys() == source.state_dict().keys()
+        assert all(torch.equal(state[name], weight) for name, weight in source.state_dict().items())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_losses_with_fewer_layers_are_those_of_the_plain_loops(count, tmp_path):
+    check_losses(record(tmp_path, num_value_layers=count), build_model())
+
+
+def test_layers_that_cannot_be_copied_are_refused(tmp_path):
+    model = build_model()
+    model.model.layers[-1].mlp.up_proj.weight = torch.nn.Parameter(
+        torch.zeros(4, dtype=torch.uint8), requires_grad=False
+    )
+    with pytest.raises(ValueError, match=r"`num_value_layers=2` cannot copy .* Set `num_value_layers=0`"):
+        copy_top_layers(model, 2)
+    assert copy_top_layers(model, 0) == []
+
+
+@pytest.mark.parametrize("checkpointing", [{"use_reentrant": False}, {"use_reentrant": True}, None])
+def test_layers_are_trained_with_gradient_checkpointing(checkpointing, tmp_path):
+    fields = {"gradient_checkpointing": checkpointing is not None, "gradient_checkpointing_kwargs": checkpointing}
+    trainer = build_ppo(tmp_path, RecordingPPOTrainer, max_steps=2, num_ppo_epochs=2, **fields)
+    with torch.no_grad():
+        trainer.value_function.module.outer.weight.fill_(0.1)
+    trainer.train()
+    layers = [name for name, _ in trainer.model.named_parameters() if name.startswith("klx_value.layers.")]
+    assert layers and all(trainer.gradients[0][name].any() for name in layers if not name.endswith("k_proj.bias"))
+
+
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+def test_head_is_fp32_under_bf16(how, tmp_path):
+    model = build_model().to(torch.bfloat16) if how == "weights" else build_model()
+    trainer = build_ppo(tmp_path, model=model, max_steps=2, num_ppo_epochs=2, bf16=how == "autocast")
+    seen = []
+    module = trainer.value_function.module
+    module.outer.register_forward_hook(lambda _, args, output: seen.extend([args[0].dtype, output.dtype]))
+    trainer.train()
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    assert set(seen) == {torch.float32}
+
+
+def test_values_count_in_units_of_the_returns(tmp_path):
+    """Rewards a thousand times as large: the same value loss from the second rollout on, and values a thousand times."""
+    logs, values = [], []
+    for factor in (1.0, 1000.0):
+        trainer = train_ppo(
+            tmp_path,
+            RecordingPPOTrainer,
+            rewards=lambda completion_ids, factor=factor, **kwargs: [factor * ids[0] for ids in completion_ids],
+            # Nothing learns, so that both runs have the same rollouts; the mean and the scale do the rest.
+            learning_rate=1e-12,
+            value_learning_rate=1e-12,
+            kl_penalty_coef=0.0,
+            per_device_train_batch_size=8,
+            num_ppo_epochs=2,
+            max_steps=6,
+            dataset=build_dataset(24),
+        )
+        logs.append(logged(trainer, "ppo/value_loss")[2:])
+        values.append([rollout["ppo_values"] for rollout in trainer.rollouts])
+    assert logs[0] == pytest.approx(logs[1], rel=1e-3)
+    assert not values[0][0].any()
+    for small, large in zip(values[0][1:], values[1][1:], strict=True):
+        assert small.abs().min() > 0.1
+        torch.testing.assert_close(1000.0 * small, large, rtol=1e-3, atol=0)
+
+
+def test_return_scale_by_hand():
+    scale = ReturnScale()
+    assert (scale.mean, scale.std) == (0.0, 1.0)
+    # Returns 1 and 3, then 5 and 5: count, sum and sum of squares.
+    scale.observe(torch.tensor([2.0, 4.0, 10.0], dtype=torch.float64))
+    assert (scale.mean, scale.std) == (0.0, 1.0)
+    scale.advance()
+    assert (float(scale.mean), float(scale.std)) == (2.0, 1.0)
+    scale.observe(torch.tensor([2.0, 10.0, 50.0], dtype=torch.float64))
+    scale.advance()
+    # (0.9 * 4 + 10) / 3.8 = 3.5789, and (0.9 * 10 + 50) / 3.8 - 3.5789^2 = 2.7175
+    assert float(scale.mean) == pytest.approx(13.6 / 3.8)
+    assert float(scale.std) == pytest.approx(math.sqrt(59.0 / 3.8 - (13.6 / 3.8) ** 2))
+    again = ReturnScale()
+    again.load_state_dict(scale.state_dict(), torch.device("cpu"))
+    again.advance()
+    assert (again.mean, again.std) == (scale.mean, scale.std)
+    with pytest.raises(ValueError, match="expected three finite numbers"):
+        again.load_state_dict([1.0, math.nan, 0.0], torch.device("cpu"))
+
+
+def test_return_scale_of_equal_returns_is_one():
+    scale = ReturnScale()
+    scale.observe(torch.tensor([4.0, 0.4, 0.04], dtype=torch.float64))
+    scale.advance()
+    assert float(scale.mean) == pytest.approx(0.1) and float(scale.std) == 1.0
+
+
+@OWNERS
+def test_policy_and_value_function_are_clipped_apart(owner, tmp_path):
+    norms = []
+
+    class Watching(KLXPPOTrainer):
+        def _ppo_clip_gradients(self, clip, parameters, max_norm, norm_type=2.0):
+            parameters = list(parameters)
+            value = {id(parameter) for parameter in self.value_function.module.parameters()}
+
+            def by_part():
+                parts = [[p.grad for p in parameters if (id(p) in value) is chosen] for chosen in (False, True)]
+                return [float(torch.nn.utils.get_total_norm(part)) for part in parts]
+
+            before = by_part()
+            norm = super()._ppo_clip_gradients(clip, parameters, max_norm, norm_type)
+            norms.append((before, by_part()))
+            return norm
+
+    trainer = build_ppo(
+        tmp_path,
+        Watching,
+        max_steps=2,
+        num_ppo_epochs=2,
+        max_grad_norm=1e-3,
+        vf_coef=100.0,
+        extras=parts("full", owner),
+    )
+    trainer.train()
+    for (policy, value), after in norms:
+        assert policy > 1e-3 and value > 1e-3
+        assert after == pytest.approx([1e-3, 1e-3], rel=1e-2)
+    # What is logged is the policy's.
+    assert logged(trainer, "grad_norm") == pytest.approx([before[0] for before, _ in norms], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "owner", "rate"),
+    [
+        ({}, "head", 1e-3),  # the tiny model is narrow
+        ({"learning_rate": 5e-3}, "head", 5e-3),
+        ({"value_head_detached": False}, "head", 1e-5),
+        ({}, "model", 1e-5),
+        ({"value_learning_rate": 3e-4}, "head", 3e-4),
+        ({"value_learning_rate": 3e-4}, "model", 3e-4),
+    ],
+)
+def test_value_function_has_its_learning_rate(fields, owner, rate, tmp_path):
+    fields = {"learning_rate": 1e-5, "lr_scheduler_type": "constant"} | fields
+    trainer = train_ppo(tmp_path, max_steps=1, extras=parts("full", owner), **fields)
+    value = {id(parameter) for parameter in trainer.value_function.module.parameters()}
+    rates = {True: set(), False: set()}
+    for group in trainer.optimizer.param_groups:
+        for parameter in group["params"]:
+            rates[id(parameter) in value].add(group["lr"])
+    assert rates == {True: {rate}, False: {fields["learning_rate"]}}
+    assert logged(trainer, "learning_rate") == [fields["learning_rate"]]
+
+
+def test_fields_of_the_value_function_without_effect_are_refused(tmp_path):
+    for name, value in (("value_head_detached", False), ("num_value_layers", 1)):
+        with pytest.raises(ValueError, match=f"`{name}={value}` has no effect with a `value_model`"):
+            build_ppo(tmp_path, extras=parts("full", "model"), **{name: value})
+    model, value_model = build_model(), build_scorer(seed=3)
+    optimizer = torch.optim.SGD([*model.parameters(), *value_model.parameters()], lr=0.5)
+    extras = {"optimizers": (optimizer, None), "value_model": value_model}
+    with pytest.raises(
+        ValueError, match=r"`value_learning_rate=0.1` has no effect with an optimizer that has the value"
+    ):
+        build_ppo(tmp_path, model=model, value_learning_rate=0.1, extras=extras)
 
 
 def test_rollouts_do_not_depend_on_the_kind_of_value_function(tmp_path):

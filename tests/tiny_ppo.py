@@ -1,5 +1,6 @@
 """PPO for the tests: tiny trainers that remember what they did, and PPO worked out a second time in plain loops."""
 
+import copy
 import math
 import random
 
@@ -118,13 +119,23 @@ class RecordingPPOTrainer(KLXPPOTrainer):
             self._snapshot = self.state.global_step, {"policy": plain, "value": value}
         return self._snapshot[1] | {"coef": 0.0 if self.kl_controller is None else self.kl_controller.value}
 
+    def scaled(self, value: dict[str, torch.Tensor]) -> dict:
+        """The weights of the value function, with the units in which it counts."""
+        return value | {"mean": float(self.value_function.scale.mean), "std": float(self.value_function.scale.std)}
+
     def _generate_and_score_completions(self, inputs):
         now = self.now() | {"mode": "train" if self.model.training else "eval"}
         self.rollouts.append(now)
         batch = super()._generate_and_score_completions(inputs)
         batch["row"] = torch.arange(len(batch["completion_ids"]))
-        self.rollouts[-1] |= batch | {"rewards": self._ppo_rewards_per_func.clone()}
+        self.rollouts[-1] |= batch
+        # The units change when a rollout begins.
+        self.rollouts[-1]["value"] = self.scaled(now["value"])
         return batch
+
+    def _ppo_score(self, batch, rewards):
+        self.rollouts[-1]["rewards"] = rewards.clone()
+        return super()._ppo_score(batch, rewards)
 
     def _ppo_estimate(self, batch, values):
         super()._ppo_estimate(batch, values)
@@ -135,6 +146,7 @@ class RecordingPPOTrainer(KLXPPOTrainer):
 
     def _compute_loss(self, model, inputs):
         now = self.now()
+        now["value"] = self.scaled(now["value"])
         loss = super()._compute_loss(model, inputs)
         self.losses.append(now | {"loss": loss.detach().clone(), "rollout": len(self.rollouts) - 1} | inputs)
         return loss
@@ -149,6 +161,24 @@ class RecordingPPOTrainer(KLXPPOTrainer):
 # ---- PPO by hand ----
 
 
+def branch_by_hand(state: dict, policy):
+    """The policy with the top layers of the value head and, if it has any, without the final norm."""
+    layers = {name.removeprefix("layers."): state[name] for name in state if name.startswith("layers.")}
+    count = len({name.split(".")[0] for name in layers})
+    if not count:
+        return policy
+    branch = copy.deepcopy(policy)
+    branch.model.norm = torch.nn.Identity()
+    top = branch.model.layers[len(branch.model.layers) - count :]
+    for name, weight in layers.items():
+        owner, _, last = name.rpartition(".")
+        module = top.get_submodule(owner)
+        # Not a parameter any more, so that gradients reach the weights that were given.
+        del module._parameters[last]
+        setattr(module, last, weight)
+    return branch
+
+
 @torch.no_grad()
 def values_by_hand(state: dict, policy, batch: dict, value_model=None) -> torch.Tensor:
     """Value before each completion token, `(B, T)`: from the head's weights, or from those of a value model."""
@@ -156,11 +186,16 @@ def values_by_hand(state: dict, policy, batch: dict, value_model=None) -> torch.
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     length = batch["completion_ids"].size(1)
     if value_model is None:
-        hidden = policy(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states[-1]
-        inner = hidden @ state["inner.weight"].T + state["inner.bias"]
-        values = inner.clamp(min=0) @ state["outer.weight"].T + state["outer.bias"]
+        hidden = branch_by_hand(state, policy)(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        hidden = hidden.hidden_states[-1]
+        centred = hidden - hidden.mean(-1, keepdim=True)
+        normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        inner = (normed * state["norm.weight"] + state["norm.bias"]) @ state["inner.weight"].T + state["inner.bias"]
+        outer = inner.clamp(min=0) @ state["outer.weight"].T + state["outer.bias"]
+        values = state["mean"] + state["std"] * outer
     else:
-        value_model.load_state_dict({name.removeprefix("model."): weight for name, weight in state.items()})
+        weights = {name.removeprefix("model."): weight for name, weight in state.items() if name.startswith("model.")}
+        value_model.load_state_dict(weights)
         values = value_model.model(input_ids=ids, attention_mask=mask).last_hidden_state @ value_model.score.weight.T
     return values[:, -length - 1 : -1, 0]
 
@@ -210,19 +245,23 @@ def as_tensor(rows: list[dict], length: int) -> torch.Tensor:
 def losses_by_hand(
     micro, rollout, advantages, returns, values, *, temperature, clip, value_clip
 ) -> tuple[float, float]:
-    """Sums over the tokens of a micro-batch of PPO's clipped policy loss and of half its clipped value loss."""
+    """
+    Sums over the tokens of a micro-batch of PPO's clipped policy loss and of half its clipped value loss, the latter in
+    units of the returns.
+    """
     with torch.no_grad():
         logps = sampled_logps(micro["policy"], micro, temperature)
         old_logps = sampled_logps(rollout["policy"], micro, temperature)
     policy_loss = value_loss = 0.0
+    unit = micro["value"]["std"]
     for row, source in enumerate(micro["row"].tolist()):
         for t, advantage in advantages[source].items():
             ratio = math.exp(float(logps[row, t] - old_logps[row, t]))
             policy_loss += -min(ratio * advantage, min(max(ratio, 1 - clip), 1 + clip) * advantage)
         for t, outcome in returns[source].items():
             value, old = float(values[row][t]), float(rollout["ppo_values"][source][t])
-            clipped = min(max(value, old - value_clip), old + value_clip)
-            value_loss += 0.5 * max((value - outcome) ** 2, (clipped - outcome) ** 2)
+            clipped = min(max(value, old - unit * value_clip), old + unit * value_clip)
+            value_loss += 0.5 * max((value - outcome) ** 2, (clipped - outcome) ** 2) / unit**2
     return policy_loss, value_loss
 
 

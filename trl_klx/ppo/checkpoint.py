@@ -12,6 +12,7 @@ from .value_function import VALUE_MODULE, ValueFunction
 
 VALUE_FILE = "value_function.safetensors"
 STATE_FILE = "ppo_state.json"
+RETURNS = "return_moments"
 
 
 class PPOCheckpointMixin:
@@ -35,7 +36,8 @@ class PPOCheckpointMixin:
             # DeepSpeed's own files have the value function, and there alone is it whole.
             values = None if self.is_deepspeed_enabled else self.value_function.state_dict()
             if self.args.should_save:
-                write_json(os.path.join(output_dir, STATE_FILE), self._ppo_scaler.state_dict())
+                state = self._ppo_scaler.state_dict() | {RETURNS: self.value_function.scale.state_dict()}
+                write_json(os.path.join(output_dir, STATE_FILE), state)
                 if values is not None:
                     write_weights(os.path.join(output_dir, VALUE_FILE), values)
 
@@ -80,7 +82,9 @@ class PPOCheckpointMixin:
             return
         path = os.path.join(checkpoint, STATE_FILE)
         if os.path.isfile(path):
-            self._ppo_scaler.load_state_dict(read_json(path))
+            state = read_json(path)
+            self._ppo_scaler.load_state_dict(state)
+            self.value_function.scale.load_state_dict(state.get(RETURNS), self.accelerator.device)
         elif self.args.reward_scaling != "none":
             warnings.warn(
                 f"The checkpoint {checkpoint!r} holds no state of `reward_scaling={self.args.reward_scaling!r}`: it starts "

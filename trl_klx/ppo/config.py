@@ -46,6 +46,15 @@ PPO_RULES = {
     "cliprange": number("> 0", 0.0, "The default is 0.2.", above=True),
     "cliprange_value": number("> 0", 0.0, "Set it to a large number such as 1e6 to clip no value.", above=True),
     "vf_coef": number(">= 0", 0.0, "Set it to 0.0 to leave the value function untrained."),
+    "value_learning_rate": number(
+        "> 0", 0.0, "Leave it unset, or set `vf_coef=0.0` to leave the value function untrained.", above=True
+    ),
+    "num_value_layers": number(">= 0", 0, "Set it to 0 for a head on the policy's last hidden states.", kind=int),
+    "value_head_detached": FieldRule(
+        lambda value: isinstance(value, bool),
+        "True or False",
+        "Set it to False to let the value loss train the policy's backbone.",
+    ),
     "missing_eos_penalty": number(">= 0", 0.0, "It is subtracted. Leave it unset for no penalty."),
     "reward_scaling": one_of(REWARD_SCALINGS),
     "cliprange_reward": number("> 0", 0.0, "Leave it unset to clip no score.", above=True),
@@ -82,6 +91,12 @@ _INERT = {
     "vespo_lambda_neg": "It belongs to `loss_type='vespo'`: unset it.",
 }
 
+# Fields of GRPO that treat a sequence as a whole.
+_PER_SEQUENCE = {
+    "importance_sampling_level": "Set it to 'token'.",
+    "off_policy_mask_threshold": "Unset it; `kl_update_target` limits how far a rollout is used.",
+}
+
 
 @dataclass
 class KLXPPOConfig(KLXGRPOConfig):
@@ -104,9 +119,17 @@ class KLXPPOConfig(KLXGRPOConfig):
         cliprange (`float`, *optional*, defaults to `0.2`):
             Clipping range of the probability ratio; TRL's `epsilon`.
         cliprange_value (`float`, *optional*, defaults to `0.2`):
-            Clipping range of the values.
+            Clipping range of the values; for a value head, in standard deviations of the returns.
         vf_coef (`float`, *optional*, defaults to `0.1`):
             Weight of the value loss.
+        value_learning_rate (`float`, *optional*):
+            Learning rate of the value function; it follows the schedule of `learning_rate`. If unset, `learning_rate`; a
+            detached value head then learns at no less than `min(1e-3, 0.1 / hidden_size)`.
+        num_value_layers (`int`, *optional*, defaults to `2`):
+            Layers of the value head: it starts from copies of the policy's top layers, this many of them. With 0 it is a
+            small network on the policy's last hidden states, which costs nothing and explains less.
+        value_head_detached (`bool`, *optional*, defaults to `True`):
+            Whether gradients of the value loss stop at the value head. If `False`, they train the policy's backbone too.
         whiten_advantages (`bool`, *optional*, defaults to `True`):
             Normalise the advantages of a rollout to zero mean and unit variance, over the real tokens of all processes.
         whiten_rewards (`bool`, *optional*, defaults to `False`):
@@ -178,6 +201,23 @@ class KLXPPOConfig(KLXGRPOConfig):
     cliprange: float = field(default=0.2, metadata={"help": "Clipping range of the probability ratio."})
     cliprange_value: float = field(default=0.2, metadata={"help": "Clipping range of the values."})
     vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
+    value_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Learning rate of the value function. If unset, `learning_rate`; a detached value head then learns at "
+            "no less than min(1e-3, 0.1 / hidden_size)."
+        },
+    )
+    num_value_layers: int = field(
+        default=2, metadata={"help": "Layers of the value head, which start as copies of the policy's top layers."}
+    )
+    value_head_detached: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether gradients of the value loss stop at the value head. If not, they train the policy's backbone "
+            "too."
+        },
+    )
     whiten_advantages: bool = field(
         default=True, metadata={"help": "Normalise the advantages of a rollout to zero mean and unit variance."}
     )
@@ -338,6 +378,18 @@ class KLXPPOConfig(KLXGRPOConfig):
         for name, remedy in inert.items():
             if getattr(self, name) != GRPOConfig.__dataclass_fields__[name].default:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` has no effect in PPO. {remedy}")
+        for name, remedy in _PER_SEQUENCE.items():
+            if getattr(self, name) != GRPOConfig.__dataclass_fields__[name].default:
+                raise ValueError(
+                    f"`{name}={getattr(self, name)!r}` cannot be used in PPO, whose advantages differ from token to token. "
+                    f"{remedy}"
+                )
+        for name in ("value_learning_rate", "num_value_layers", "value_head_detached"):
+            if self.vf_coef == 0.0 and getattr(self, name) != self._default(name):
+                raise ValueError(
+                    f"`{name}={getattr(self, name)!r}` has no effect while `vf_coef=0.0`, which leaves the value function "
+                    f"untrained. Unset `{name}`, or raise `vf_coef`."
+                )
         self._validate_ppo_adapters()
         self._validate_ppo_stops()
 

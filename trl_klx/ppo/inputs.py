@@ -125,11 +125,18 @@ def check_prompts(args: KLXPPOConfig, dataset) -> None:
         )
 
 
-def train_with_optimizer(optimizer: torch.optim.Optimizer, scheduler, module: nn.Module) -> None:
-    """Bring the value function into an optimizer that was made before it."""
+def train_with_optimizer(
+    optimizer: torch.optim.Optimizer, scheduler, module: nn.Module, learning_rate: float | None
+) -> None:
+    """Bring the value function into an optimizer that was made before it, with its own learning rate if there is one."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [parameter for parameter in module.parameters() if id(parameter) not in known]
     if not missing:
+        if learning_rate is not None:
+            raise ValueError(
+                f"`value_learning_rate={learning_rate}` has no effect with an optimizer that has the value function already. "
+                "Set the learning rate there, and unset `value_learning_rate`."
+            )
         return
     if scheduler is not None:
         raise ValueError(
@@ -137,4 +144,14 @@ def train_with_optimizer(optimizer: torch.optim.Optimizer, scheduler, module: nn
             "the trainer adds the value function and makes the scheduler, or pass a `value_model` whose parameters the "
             "optimizer has."
         )
-    optimizer.add_param_group({"params": missing})
+    optimizer.add_param_group({"params": missing} | ({} if learning_rate is None else {"lr": learning_rate}))
+
+
+def split_off(optimizer: torch.optim.Optimizer, module: nn.Module, learning_rate: float) -> None:
+    """Give the parameters of a module groups of their own, with another learning rate. They come last."""
+    chosen = {id(parameter) for parameter in module.parameters()}
+    for group in list(optimizer.param_groups):
+        moved = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        if moved:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+            optimizer.add_param_group({**group, "params": moved, "lr": learning_rate})

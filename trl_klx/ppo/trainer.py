@@ -9,10 +9,10 @@ import torch
 from accelerate.utils import gather, is_peft_model
 from datasets import Dataset
 from torch import nn
-from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
+from trl.trainer.utils import get_config_model_id
 
 from ..checkpoints.integrity import check_checkpoints
-from ..control.forward_pass import causal_lm, narrow_tiles
+from ..control.forward_pass import narrow_tiles
 from ..control.placements import Batch
 from ..control.rollout import Rollout, Scored
 from ..maths.advantages import masked_moments, sequence_means, whiten_with_moments
@@ -20,6 +20,7 @@ from ..maths.gae import clipped_value_loss, compute_gae, shape_rewards
 from ..trainers.grpo import KLXGRPOTrainer
 from .checkpoint import PPOCheckpointMixin
 from .config import KLXPPOConfig
+from .critic import CriticMixin
 from .inputs import (
     activate_adapter,
     check_prompts,
@@ -31,10 +32,10 @@ from .inputs import (
 from .padding import mask_padding, skip_padding_in_other_models, skip_padding_in_policy
 from .reward_scaling import RewardScaler
 from .stop_strings import generate_until, holds_text
-from .value_function import ValueFunction, ValueHead, ValueModel, call_without_value, freeze_bottom_layers
+from .value_function import ValueFunction, ValueHead, call_without_value, freeze_bottom_layers
 
 
-class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
+class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
     """
     Proximal Policy Optimization on TRL's GRPO machinery: text and conversational prompts, reward functions and reward
     models, PEFT, tools, vLLM and continuous batching as in [`~trl.GRPOTrainer`], with a value function, generalized
@@ -148,23 +149,19 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         skip_padding_in_other_models(self, value_model)
         self.value_function = ValueFunction(policy, self._ppo_value_module(policy, value_model))
         if self.optimizer is not None:
-            train_with_optimizer(self.optimizer, self.lr_scheduler, self.value_function.module)
+            rate = self.args.value_learning_rate
+            train_with_optimizer(self.optimizer, self.lr_scheduler, self.value_function.module, rate)
         self._ppo_scaler = RewardScaler(self.args.reward_scaling, self.args.cliprange_reward)
         self._ppo_stop_at(policy)
+        self.accelerator.clip_grad_norm_ = functools.partial(
+            self._ppo_clip_gradients, self.accelerator.clip_grad_norm_
+        )
         if self.use_vllm:
             # vLLM is sent every parameter of the policy, and has no place for a value function.
             sync_weights = self.vllm_generation.sync_weights
             self.vllm_generation.sync_weights = functools.partial(call_without_value, policy, sync_weights)
 
     # ---- Construction ----
-
-    def _ppo_value_module(self, policy: nn.Module, value_model: nn.Module | None) -> nn.Module:
-        if value_model is not None:
-            disable_dropout_in_model(value_model)
-            return ValueModel(value_model.to(self.accelerator.device))
-        trained = next(parameter for parameter in policy.parameters() if parameter.requires_grad)
-        hidden_size = causal_lm(policy).config.get_text_config().hidden_size
-        return ValueHead(hidden_size, trained.dtype, trained.device, self.args.seed)
 
     def _klx_prepare_policy(self, policy: nn.Module) -> None:
         self._ppo_masks_padding = skip_padding_in_policy(policy, self._tokenizer.pad_token_id)
@@ -244,6 +241,11 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         """
         return self._klx_mode == "eval" or self.args.in_one_pass
 
+    def _generate_and_score_completions(self, inputs):
+        if self._klx_mode == "train":
+            self.value_function.scale.advance()
+        return super()._generate_and_score_completions(inputs)
+
     def _klx_score_batch(self, batch: Batch, rollout: Rollout) -> None:
         if rollout.policy is None and not self._ppo_in_one_pass:
             rollout.policy = rollout.clean = self._klx_score_policy(*self._klx_forward_arguments(batch))
@@ -275,8 +277,10 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
         window, count = self._klx_window[mode], scorable.sum()
         window.add("ppo/score", (scores * scorable).sum(), count)
         window.add("ppo/non_score_reward", (non_score * scorable).sum(), count)
-        moments = masked_moments(returns, mask), masked_moments(returns - values, mask)
-        window.add("ppo/explained_variance", *torch.cat(moments))
+        moments = masked_moments(returns, mask)
+        window.add("ppo/explained_variance", *moments, *masked_moments(returns - values, mask))
+        if mode == "train" and isinstance(self.value_function.module, ValueHead):
+            self.value_function.scale.observe(self._klx_reduce(moments))
         self._ppo_correct_logs(mode, sequence_means(advantages, mask).squeeze(1)[rows.argsort()])
 
     def _ppo_correct_logs(self, mode: str, advantages: torch.Tensor) -> None:
@@ -329,8 +333,13 @@ class KLXPPOTrainer(PPOCheckpointMixin, KLXGRPOTrainer):
     def _klx_after_loss(self, loss: torch.Tensor, inputs: Batch, policy: Scored) -> torch.Tensor:
         loss = super()._klx_after_loss(loss, inputs, policy)
         mode, mask = self._klx_mode, inputs["ppo_mask"]
+        scale = self.value_function.scale.std
         value_loss, clipped = clipped_value_loss(
-            policy.values, inputs["ppo_values"], inputs["ppo_returns"], mask, self.args.cliprange_value
+            policy.values / scale,
+            inputs["ppo_values"] / scale,
+            inputs["ppo_returns"] / scale,
+            mask,
+            self.args.cliprange_value,
         )
         tokens = mask.sum()
         # Each token weighs the same, in whichever micro-batch and on whichever process it lies: the mean over this

@@ -1,14 +1,17 @@
-"""The value function of PPO: a head on the policy's backbone, or a model of its own."""
+"""The value function of PPO: a branch off the policy's backbone, or a model of its own."""
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from ..control.forward_pass import causal_lm
+from ..maths._tensors import wide_dtype
 from ..references.sharding import join_parts
 
 
@@ -18,8 +21,9 @@ VALUE_MODULE = "klx_value"
 
 class ValueHead(nn.Module):
     """
-    Two-layer head from the policy's last hidden states to values. The last layer starts at zero, so that the first
-    advantages are those of no baseline rather than of a random one.
+    Copies of the policy's top layers and a two-layer head on them: from hidden states of the policy to values, in units of
+    the returns (see [`ReturnScale`]). The head's last layer starts at zero, so that the first advantages are those of no
+    baseline rather than of a random one.
 
     Args:
         hidden_size (`int`):
@@ -30,22 +34,61 @@ class ValueHead(nn.Module):
             Device of the parameters.
         seed (`int`):
             Seed of the initialisation, so that every process starts alike.
+        layers (`Iterable[nn.Module]`, *optional*, defaults to `()`):
+            Layers that the hidden states go through first; see [`copy_top_layers`].
+        detached (`bool`, *optional*, defaults to `True`):
+            Whether gradients stop at the policy's hidden states, so that the value loss does not move the policy.
     """
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, seed: int):
+    def __init__(
+        self,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        layers: Iterable[nn.Module] = (),
+        detached: bool = True,
+    ):
         super().__init__()
+        self.detached = detached
+        self.layers = nn.ModuleList(layers)
         # The rollouts of a seeded run must not depend on there being a value head.
         with torch.random.fork_rng():
             torch.manual_seed(seed)
+            self.norm = nn.LayerNorm(hidden_size)
             self.inner = nn.Linear(hidden_size, 2 * hidden_size)
             self.outer = nn.Linear(2 * hidden_size, 1)
         nn.init.zeros_(self.outer.weight)
         nn.init.zeros_(self.outer.bias)
-        self.to(device=device, dtype=dtype)
+        self.to(device=device, dtype=dtype).requires_grad_(True)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(B, T, H)` hidden states to `(B, T)` values."""
-        return self.outer(torch.relu(self.inner(hidden.to(self.inner.weight.dtype)))).squeeze(-1)
+    def forward(self, hidden: torch.Tensor, calls: list[tuple[tuple, dict]], keep: slice) -> torch.Tensor:
+        """
+        Args:
+            hidden (`torch.Tensor`):
+                What the policy's layers are given of which `layers` are copies, shape `(B, L, H)`; its last hidden states
+                where there are none.
+            calls (`list` of `tuple`):
+                Further arguments that each of those layers is given.
+            keep (`slice`):
+                Positions whose values are asked for.
+
+        Returns:
+            `torch.Tensor`: Values, shape `(B, T)`.
+        """
+        kind, dtype = hidden.device.type, hidden.dtype
+        if self.detached:
+            # A leaf, because a checkpointed layer may need an input with a gradient.
+            hidden = hidden.detach().requires_grad_(torch.is_grad_enabled())
+        # Attention kernels may know no other type than the policy's.
+        with nullcontext() if dtype == torch.float32 else torch.autocast(kind, dtype=dtype):
+            for layer, (args, kwargs) in zip(self.layers, calls, strict=True):
+                hidden = layer(hidden.to(self.inner.weight.dtype), *args, **kwargs)
+                hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        # Autocast would compute in bf16 what is to be regressed on in fp32.
+        with torch.autocast(kind, enabled=False):
+            hidden = self.norm(hidden[:, keep].to(self.inner.weight.dtype))
+            return self.outer(torch.relu(self.inner(hidden))).squeeze(-1)
 
 
 class ValueModel(nn.Module):
@@ -74,6 +117,52 @@ class ValueModel(nn.Module):
         return model.score(hidden).squeeze(-1)
 
 
+class ReturnScale:
+    """
+    Mean and standard deviation of the returns of the last rollouts, in which the value head counts. The value loss is then
+    of the same size whatever the rewards and the penalty are.
+
+    What a rollout showed counts from the next rollout on, so that values before and after an update can be compared.
+    """
+
+    DECAY = 0.9  # of the weight of a rollout, with every rollout that follows it
+
+    def __init__(self):
+        self._moments = self._next = None  # count, sum and sum of squares
+
+    def observe(self, moments: torch.Tensor) -> None:
+        """Take in the moments of a rollout's returns over all processes."""
+        self._next = moments if self._moments is None else self.DECAY * self._moments + moments
+
+    def advance(self) -> None:
+        """Begin a rollout."""
+        self._moments = self._next
+
+    @property
+    def mean(self) -> torch.Tensor | float:
+        return 0.0 if self._moments is None else (self._moments[1] / self._moments[0].clamp(min=1.0)).float()
+
+    @property
+    def std(self) -> torch.Tensor | float:
+        """1 as long as the returns do not vary."""
+        if self._moments is None:
+            return 1.0
+        count, total, squares = (self._moments / self._moments[0].clamp(min=1.0)).unbind()
+        variance = (squares - total.square()).float()
+        return torch.where(variance > 1e-12 * squares, variance, 1.0).sqrt()
+
+    def state_dict(self) -> list[float] | None:
+        return None if self._next is None else self._next.tolist()
+
+    def load_state_dict(self, state: list[float] | None, device: torch.device) -> None:
+        """Load what [`~ReturnScale.state_dict`] returned."""
+        if state is not None and not (len(state) == 3 and all(math.isfinite(number) for number in state)):
+            raise ValueError(
+                f"Cannot resume: the moments of the returns are {state!r}, expected three finite numbers."
+            )
+        self._next = None if state is None else torch.tensor(state, dtype=wide_dtype(device), device=device)
+
+
 class ValueFunction:
     """
     Hangs a value module on the policy and records its values during the policy's own forward passes: no second pass,
@@ -89,21 +178,34 @@ class ValueFunction:
     def __init__(self, policy: nn.Module, module: nn.Module):
         self.policy = policy
         self.module = module
+        self.scale = ReturnScale()
         self._keep: int | None = None
         self._current: torch.Tensor | None = None
         self._recorded: list[torch.Tensor] = []
+        self._calls: list[tuple[tuple, dict]] = []
         policy.add_module(VALUE_MODULE, module)
         if isinstance(module, ValueHead):
+            for layer in top_layers(policy, len(module.layers)):
+                layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
             causal_lm(policy).base_model.register_forward_hook(self._after_backbone)
         policy.register_forward_hook(self._after_policy, with_kwargs=True)
         # A user may save the policy without going through the trainer. Partials, because a copy of the policy then
         # saves itself, where a closure would go on saving the original.
         policy.save_pretrained = functools.partial(call_without_value, policy, policy.save_pretrained)
 
-    def _after_backbone(self, module, args, output) -> None:
+    def _before_layer(self, module, args, kwargs) -> None:
+        # A checkpointed layer is called again in the backward pass, when nothing is recorded.
         if self._keep is not None:
-            # The state before token t is the position that predicts it.
-            self._current = self.module(output.last_hidden_state[:, -self._keep - 1 : -1]).float()
+            self._calls.append((args, kwargs))
+
+    def _after_backbone(self, module, args, output) -> None:
+        if self._keep is None:
+            return
+        calls, self._calls = [_split_hidden(*call) for call in self._calls], []
+        hidden = calls[0][0] if calls else output.last_hidden_state
+        # The state before token t is the position that predicts it.
+        values = self.module(hidden, [call[1:] for call in calls], slice(-self._keep - 1, -1)).float()
+        self._current = self.scale.mean + self.scale.std * values
 
     def _after_policy(self, module, args, kwargs, output):
         if self._keep is None:
@@ -123,7 +225,7 @@ class ValueFunction:
         try:
             yield self._recorded
         finally:
-            self._keep, self._recorded = None, []
+            self._keep, self._recorded, self._calls = None, [], []
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The weights, whole and in host memory. Where they are sharded, every process must call this."""
@@ -143,6 +245,13 @@ class ValueFunction:
     def hidden(self) -> AbstractContextManager[None]:
         """Take the value function off the policy while its weights are saved, loaded or sent elsewhere."""
         return _without_value(self.policy)
+
+
+def _split_hidden(args: tuple, kwargs: dict) -> tuple[torch.Tensor, tuple, dict]:
+    """The hidden states that a layer is given, and its other arguments."""
+    if args:
+        return args[0], args[1:], kwargs
+    return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
 @functools.cache
@@ -169,22 +278,53 @@ def call_without_value(policy: nn.Module, method: Callable, *args, **kwargs):
         return method(*args, **kwargs)
 
 
+def layer_stack(policy: nn.Module) -> nn.ModuleList | None:
+    """The policy's layers, from the bottom up."""
+    model = causal_lm(policy)
+    depth = model.config.get_text_config().num_hidden_layers
+    return next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
+
+
+def top_layers(policy: nn.Module, count: int) -> list[nn.Module]:
+    """The top `count` layers of the policy."""
+    stack = layer_stack(policy) if count else []
+    return list(stack)[len(stack) - count :]
+
+
+def copy_top_layers(policy: nn.Module, count: int) -> list[nn.Module]:
+    """Copies of the top `count` layers of the policy, all of them if it has fewer, without the adapters of PEFT."""
+    stack = layer_stack(policy)
+    sizes = [] if stack is None else [parameter.numel() for parameter in stack[-1].parameters()]
+    floating = stack is not None and all(parameter.is_floating_point() for parameter in stack[-1].parameters())
+    if count and not (floating and all(sizes)):
+        raise ValueError(
+            f"`num_value_layers={count}` cannot copy layers of this policy: they are quantized, spread over processes, or "
+            "not in one list. Set `num_value_layers=0` for a value head on its last hidden states."
+        )
+    copies = [copy.deepcopy(layer) for layer in top_layers(policy, min(count, len(stack or ())))]
+    for layer in copies:
+        for parent in list(layer.modules()):
+            for name, child in parent.named_children():
+                if hasattr(child, "base_layer"):
+                    setattr(parent, name, child.base_layer)
+    return copies
+
+
 def freeze_bottom_layers(policy: nn.Module, num_layers_unfrozen: int) -> None:
     """
     Freeze the embeddings, those of positions too, and all but the top `num_layers_unfrozen` layers. The final norm stays
     trainable, and so does an LM head that is not tied to the embeddings.
     """
-    model = causal_lm(policy)
+    model, stack = causal_lm(policy), layer_stack(policy)
     depth = model.config.get_text_config().num_hidden_layers
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    if not 0 < num_layers_unfrozen <= depth or not stacks:
+    if not 0 < num_layers_unfrozen <= depth or stack is None:
         raise ValueError(
             f"`num_layers_unfrozen={num_layers_unfrozen}` does not fit a model of {depth} layers. Choose 1 to {depth}, or "
             "leave it unset to train all of them."
         )
-    for layer in stacks[0][: depth - num_layers_unfrozen]:
+    for layer in stack[: depth - num_layers_unfrozen]:
         layer.requires_grad_(False)
-    layers = set(stacks[0].modules())
+    layers = set(stack.modules())
     for name, module in model.base_model.named_modules():
         if module not in layers and (isinstance(module, nn.Embedding) or "embed" in name):
             module.requires_grad_(False)

@@ -1,0 +1,64 @@
+"""How PPO's critic is made and trained apart from the policy."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from trl.trainer.utils import disable_dropout_in_model
+
+from ..control.forward_pass import causal_lm
+from .inputs import split_off
+from .value_function import ValueFunction, ValueHead, ValueModel, copy_top_layers
+
+
+class CriticMixin:
+    """Gives the value function its own learning rate and its own gradient clipping."""
+
+    value_function: ValueFunction
+
+    def _ppo_value_module(self, policy: nn.Module, value_model: nn.Module | None) -> nn.Module:
+        if value_model is not None:
+            for name in ("num_value_layers", "value_head_detached"):
+                if getattr(self.args, name) != self.args._default(name):
+                    raise ValueError(
+                        f"`{name}={getattr(self.args, name)!r}` has no effect with a `value_model`, which shares nothing "
+                        "with the policy. Unset one of them."
+                    )
+            disable_dropout_in_model(value_model)
+            return ValueModel(value_model.to(self.accelerator.device))
+        trained = next(parameter for parameter in policy.parameters() if parameter.requires_grad)
+        hidden_size = causal_lm(policy).config.get_text_config().hidden_size
+        # FSDP wants the parameters that it shards together to be of one type.
+        dtype = trained.dtype if self.is_fsdp_enabled else torch.float32
+        layers = copy_top_layers(policy, self.args.num_value_layers)
+        return ValueHead(hidden_size, dtype, trained.device, self.args.seed, layers, self.args.value_head_detached)
+
+    def create_optimizer(self, *args, **kwargs):
+        theirs = self.optimizer
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if theirs is None:
+            split_off(optimizer, self.value_function.module, self._ppo_value_learning_rate())
+        return optimizer
+
+    def _ppo_value_learning_rate(self) -> float:
+        module, rate = self.value_function.module, self.args.value_learning_rate
+        if rate is None and isinstance(module, ValueHead) and module.detached:
+            # A new head cannot learn at the rate of a pretrained policy. A step of Adam changes what a layer gives by
+            # about its rate times its width.
+            rate = max(self.args.learning_rate, min(1e-3, 0.1 / module.inner.in_features))
+        return self.args.learning_rate if rate is None else rate
+
+    def _ppo_clip_gradients(self, clip: Callable, parameters, max_norm: float, norm_type: float = 2.0):
+        """Clip policy and value function each by its own norm, so that neither silences the other. Returns the policy's."""
+        parameters = list(parameters)
+        # As it is where DeepSpeed clips by itself. Elsewhere this only takes the scaling of fp16 off the gradients.
+        norm = clip(parameters, float("inf"), norm_type)
+        if self.is_deepspeed_enabled:
+            return norm
+        value = {id(parameter) for parameter in self.value_function.module.parameters()}
+        for part in (
+            [parameter for parameter in parameters if id(parameter) in value],
+            [parameter for parameter in parameters if id(parameter) not in value],
+        ):
+            norm = nn.utils.clip_grad_norm_(part, max_norm, norm_type)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
