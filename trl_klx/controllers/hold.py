@@ -51,6 +51,8 @@ class HoldConstants:
             Relative noise of a KL: the least that is believed, and what is assumed where none is given.
         full_speed (`float`):
             Free speed at which `drift` is quoted. A policy that moves less changes less.
+        first_way (`float`):
+            A first distance beyond this is where the run started, not where its first step led.
         first_speed (`float`):
             Least free speed where the run starts away from its reference, and the first step tells little.
         ramp (`float`):
@@ -61,14 +63,14 @@ class HoldConstants:
 
     momentum: float = 0.9
     horizon: float = 7.0
-    horizon_rollouts: float = 2.0
+    horizon_rollouts: float = 3.0
     shortest_way: float = 1 / 3
     pace: float = 0.9
     release: float = 0.9
     brake: float = -1.5
     nearest: float = 0.3
-    gusts: float = 0.12
-    drift: float = 0.15
+    gusts: float = 0.06
+    drift: float = 0.1
     diffusion: float = 4.0
     usual_diffusion: float = 1.2
     most_diffusion: float = 2.5
@@ -77,6 +79,7 @@ class HoldConstants:
     quietest: float = 0.04
     usual_noise: float = 0.1
     full_speed: float = 0.09
+    first_way: float = 0.7
     first_speed: float = 0.03
     ramp: float = 1.0
     band: float = 0.05
@@ -217,14 +220,17 @@ class HoldKLController(KLController):
 
         state = before
         if state.distance is None:
+            # A first KL this large is no first step: the run starts away from its reference.
+            moved = moved and measured < k.first_way
             state = replace(state, distance=0.0 if moved else measured, c00=variance)
         if moved:
             if state.free_speed is None:
+                assert state.distance is not None
                 # Adam's first step is about twice as long as the following ones.
                 speed = max(abs(measured - state.distance) / (steps + 1.0), k.first_speed if state.distance else 1e-6)
                 state = replace(state, free_speed=speed / rate)
             state = self._predict(replace(state, steps=steps, rate=rate))
-        state = self._correct(state, measured, variance)
+        state = self._correct(state, measured, variance, moved)
         state = self._weigh(state, batch, measured)
         if not moved or not state.live:
             self._state = state
@@ -245,7 +251,7 @@ class HoldKLController(KLController):
     def _follows(self, age: float) -> float:
         """Share of a gradient in Adam's step of that number. Its first moment starts at 0 and is corrected for that."""
         momentum = self.constants.momentum
-        return (1.0 - momentum) / (1.0 - momentum ** max(age, 1.0))
+        return (1.0 - momentum) / (1.0 - math.pow(momentum, max(age, 1.0)))
 
     def _move(
         self, distance: float, speed: float, free: float, age: float, state: HoldKLControllerState
@@ -277,7 +283,9 @@ class HoldKLController(KLController):
             distance, speed = self._move(distance, speed, free, age, state)
         return state.with_covariance(c, distance=distance, speed=speed, age=age)
 
-    def _correct(self, state: HoldKLControllerState, measured: float, variance: float) -> HoldKLControllerState:
+    def _correct(
+        self, state: HoldKLControllerState, measured: float, variance: float, moved: bool
+    ) -> HoldKLControllerState:
         """The state after one measured distance."""
         assert state.distance is not None
         c = state.covariance
@@ -287,7 +295,7 @@ class HoldKLController(KLController):
         gain = [c[row][0] / total for row in range(3)]
         speed = state.speed + gain[1] * surprise
         free = state.free_speed
-        if free is not None and state.live and state.rate > 0:
+        if free is not None and state.live and moved:
             free = max(free, abs(speed) / state.rate)
         bias = gain[2] * surprise * min(state.distance, 1.0)
         c = tuple(tuple(c[i][j] - gain[i] * c[0][j] for j in range(3)) for i in range(3))
@@ -342,7 +350,7 @@ class HoldKLController(KLController):
         self._state = state
 
         horizon = max(k.horizon, k.horizon_rollouts * state.steps)
-        coasted = coasts * (1.0 - k.momentum**horizon)
+        coasted = coasts * (1.0 - math.pow(k.momentum, horizon))
         lead = coasted / (horizon - coasted)
         wanted = (1.0 - distance) / max(horizon * free, k.shortest_way)
         wanted = min(max(wanted, -k.pace), k.pace)
