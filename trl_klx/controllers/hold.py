@@ -31,9 +31,7 @@ class HoldConstants:
         pace (`float`):
             Share of its free speed at which the policy approaches. The rest is kept to learn how well the penalty brakes.
         release, brake (`float`):
-            Limits of the push. Some penalty always stays; one batch can brake with at most 2.5 times the drive.
-        nearest (`float`):
-            Distance below which the penalty hardly pulls. The coefficient is not raised further there.
+            Limits of the push. Some penalty always stays; one batch brakes with at most twice the drive.
         gusts (`float`):
             Random push of one optimizer step, in units of the free speed. Gradient noise after momentum.
         drift (`float`):
@@ -67,8 +65,7 @@ class HoldConstants:
     shortest_way: float = 1 / 3
     pace: float = 0.9
     release: float = 0.9
-    brake: float = -1.5
-    nearest: float = 0.3
+    brake: float = -1.0
     gusts: float = 0.06
     drift: float = 0.1
     diffusion: float = 4.0
@@ -147,7 +144,7 @@ class HoldKLController(KLController):
 
     - `w = clip((1 - x) / max(horizon * a, shortest_way), -pace, pace)`
     - `push = w + lead * (w - v / a)`, limited to `[brake, release]`; `lead` follows from momentum and horizon
-    - `coef = hold * (1 - push) / x`
+    - `coef = hold * (1 - push) / max(x, 1)`; below the target no more is needed, and the model is least sure there
 
     Three rules bound it. Above the target, unless momentum alone carries the KL down to it, neither the coefficient nor
     `hold` falls, and `hold` grows. A KL of exactly 0, a batch without any drive and a learning rate of 0 teach nothing.
@@ -168,7 +165,7 @@ class HoldKLController(KLController):
     needs_target = True
     uses = frozenset({"target", "min_coef", "max_coef"})
     formula = (
-        "hold * (1 - w - lead * (w - v / a)) / x, w = clip((1 - x) / max(horizon * a, 1/3), -0.9, 0.9), "
+        "hold * (1 - w - lead * (w - v / a)) / max(x, 1), w = clip((1 - x) / max(horizon * a, 1/3), -0.9, 0.9), "
         "x = sqrt(kl / target), v = dx/dstep, hold = exp(bias) * drive / drag at x = 1"
     )
     state_class = HoldKLControllerState
@@ -242,11 +239,11 @@ class HoldKLController(KLController):
         # The drive's mean may be negative by chance; a fifth of its usual size is the least it counts.
         drive = max(state.drive, 0.2 * state.drive_size)
         if state.drag <= 0.0 or drive <= 0.0:
-            return self._bound((self.init_coef or FIRST_COEF) * _exp(state.bias))
+            return max((self.init_coef or FIRST_COEF) * _exp(state.bias), self.min_coef)
         share = k.usual_diffusion
         if state.drive_variance is not None:
             share = min(k.diffusion * state.drive_variance / drive**2, k.most_diffusion)
-        return self._bound(drive / state.drag * (1.0 + share) * _exp(state.bias))
+        return max(drive / state.drag * (1.0 + share) * _exp(state.bias), self.min_coef)
 
     def _follows(self, age: float) -> float:
         """Share of a gradient in Adam's step of that number. Its first moment starts at 0 and is corrected for that."""
@@ -355,14 +352,15 @@ class HoldKLController(KLController):
         wanted = (1.0 - distance) / max(horizon * free, k.shortest_way)
         wanted = min(max(wanted, -k.pace), k.pace)
         push = min(max(wanted + lead * (wanted - speed / free), k.brake), k.release)
-        coef = self._hold(state) * (1.0 - push) / max(distance, k.nearest)
+        coef = self._hold(state) * (1.0 - push) / max(distance, 1.0)
         return max(coef, self.value) if stays_above else coef
 
     def _keep_bias_bounded(self, state: HoldKLControllerState) -> HoldKLControllerState:
-        """Without it the bias would wind up where `hold` is at a bound."""
+        """Without it the bias would wind up where the coefficient is at a bound and `hold` can do no more."""
         unbiased = self._hold(replace(state, bias=0.0))
-        low, high = math.log(self.min_coef / unbiased), math.log(self.max_coef / unbiased)
-        return replace(state, bias=min(max(state.bias, low), high))
+        low = math.log(self.min_coef / unbiased)
+        high = math.log(self.max_coef * max(state.distance or 0.0, 1.0) / unbiased)
+        return replace(state, bias=min(max(state.bias, low), max(low, high)))
 
 
 def _propagate(f: Matrix, c: Matrix) -> Matrix:
