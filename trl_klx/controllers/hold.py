@@ -53,8 +53,13 @@ class HoldConstants:
             A first distance beyond this is where the run started, not where its first step led.
         first_speed (`float`):
             Least free speed where the run starts away from its reference, and the first step tells little.
-        ramp (`float`):
-            Growth of `log hold` per unit of way, while the KL is above the target and does not fall.
+        integral (`float`):
+            Growth of `log hold` per unit of excess and of way. As the policy learns, the coefficient that holds it drifts,
+            and the filter alone would lag behind. In units of the way, it cannot wind up while nothing moves.
+        arrived (`float`):
+            Distance from which on it counts.
+        longest (`float`):
+            The most way of one rollout that it counts.
         band (`float`):
             Excess of the distance that counts as above the target, if its uncertainty is not larger.
     """
@@ -78,7 +83,9 @@ class HoldConstants:
     full_speed: float = 0.09
     first_way: float = 0.7
     first_speed: float = 0.03
-    ramp: float = 1.0
+    integral: float = 1.0
+    arrived: float = 0.8
+    longest: float = 0.1
     band: float = 0.05
 
 
@@ -334,18 +341,20 @@ class HoldKLController(KLController):
         k = self.constants
         assert state.distance is not None and state.free_speed is not None
         free = state.free_speed * state.rate
-        distance, speed = state.distance, state.speed
+        coasts = k.momentum / (1.0 - k.momentum)
+        excess = state.distance - 1.0
+        above = max(2.0 * math.sqrt(max(state.c00, 0.0)), k.band)
+        stays_above = excess > above and excess + coasts * state.speed > 0.0
+        if stays_above:
+            state = replace(state, bias=max(state.bias, before.bias))
+        if excess > k.arrived - 1.0:
+            excess = min(excess, 1.0 if stays_above else 1.0 - k.arrived)
+            state = replace(state, bias=state.bias + k.integral * excess * min(free * state.steps, k.longest))
+        state = self._state = self._keep_bias_bounded(state)
+
+        distance, speed = state.distance or 0.0, state.speed
         for step in range(max(round(state.steps), 1)):
             distance, speed = self._move(distance, speed, free, state.age + step + 1.0, state)
-        coasts = k.momentum / (1.0 - k.momentum)
-        above = max(2.0 * math.sqrt(max(state.c00, 0.0)), k.band)
-        stays_above = distance > 1.0 + above and distance + coasts * speed > 1.0
-        if stays_above:
-            growth = k.ramp * min((distance - 1.0) * min(free * state.steps, 0.3), 0.2)
-            state = replace(state, bias=max(state.bias, before.bias) + growth)
-        state = self._keep_bias_bounded(state)
-        self._state = state
-
         horizon = max(k.horizon, k.horizon_rollouts * state.steps)
         coasted = coasts * (1.0 - math.pow(k.momentum, horizon))
         lead = coasted / (horizon - coasted)
