@@ -1,47 +1,90 @@
 """
-Whether `pid` really needs no tuning: its default gains over units, targets, batches, learning rates, placements and
-starting values, beside the best of four Ziegler horizons for each of them.
+Whether `hold` really needs no tuning: one target and nothing else over units, targets, batches, learning rates,
+placements, optimizer steps per rollout and starting values, beside `pid` and the best of four Ziegler horizons.
 
-    python benchmarks/robustness.py
+    python benchmarks/robustness.py             # the whole table
+    python benchmarks/robustness.py hold        # only the default law, in a few minutes
 
 Hundreds of real trainings would take days, so the policy here is small: a sequence of 16 tokens out of 64, whose logits
-are linear in shared features. It is trained by the real policy gradient (groups of four, normalised advantages, Adam,
-clipped gradients), and its KL is measured from samples by k3. `benchmarks/controllers.py` trains language models.
+are linear in shared features. It is trained by the real policy gradient (groups of four, normalised advantages, clipped
+ratios, Adam, clipped gradients), and its KL is measured from samples. `benchmarks/controllers.py` trains language models.
 """
 
 import math
 import sys
+from dataclasses import dataclass
+from functools import cache
 from statistics import fmean
 
 import numpy as np
 
-from trl_klx import get_kl_controller
-from trl_klx.controllers.tracking_error import relative_rms_error, steps_to_settle
+from trl_klx import BatchMeasurement, get_kl_controller
+from trl_klx.controllers.tracking_error import relative_rms_error
 
 
-TOKENS, SYMBOLS, FEATURES, GROUP, STEPS, SEEDS = 16, 64, 8, 4, 150, 3
+TOKENS, SYMBOLS, FEATURES, GROUP, SEEDS = 16, 64, 8, 4, 3
 HORIZONS = (100, 300, 1000, 10000)
-DEFAULT = {
-    "batch": 64,
-    "learning_rate": 0.1,
-    "target": 4.0,
-    "unit": "sequence",
-    "placement": "advantage",
-    "start": 0.05,
-}
+START = 0.05  # for the controllers that need one
+ARRIVED = 0.9
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    One setting.
+
+    Attributes:
+        start (`float`, *optional*):
+            First coefficient.
+        steps (`int`):
+            Optimizer steps per rollout.
+        rollouts (`int`):
+            Rollouts per optimizer step.
+        dead (`int`):
+            Batches without reward at the beginning.
+        distance (`float`):
+            KL of the first policy over the target.
+    """
+
+    batch: int = 64
+    learning_rate: float = 0.1
+    target: float = 4.0
+    unit: str = "sequence"
+    placement: str = "advantage"
+    statistic: str = "k3"
+    start: float | None = None
+    steps: int = 1
+    rollouts: int = 1
+    dead: int = 0
+    distance: float = 0.0
+    batches: int = 150
+
+    @property
+    def scale(self) -> int:
+        return TOKENS if self.unit == "token" else 1
+
+
 CASES = {
-    "default": {},
-    "per token": {"unit": "token", "target": 0.25},
-    "target / 4": {"target": 1.0},
-    "target x 4": {"target": 16.0},
-    "batch 16": {"batch": 16},
-    "batch 256": {"batch": 256},
-    "learning rate / 3": {"learning_rate": 0.033},
-    "learning rate x 3": {"learning_rate": 0.3},
-    "in the reward": {"placement": "reward"},
-    "in the loss": {"placement": "loss"},
-    "start / 10": {"start": 0.005},
-    "start x 10": {"start": 0.5},
+    "default": Case(),
+    "exact KL": Case(statistic="full"),
+    "per token": Case(unit="token", target=0.25),
+    "target x 0.4": Case(target=1.6),
+    "target x 2.5": Case(target=10.0),
+    "batch 16": Case(batch=16),
+    "batch 256": Case(batch=256),
+    "learning rate / 30": Case(learning_rate=0.0033, batches=900),
+    "learning rate / 3": Case(learning_rate=0.033),
+    "learning rate x 3": Case(learning_rate=0.3),
+    "in the reward": Case(placement="reward"),
+    "in the loss": Case(placement="loss"),
+    "start / 10": Case(start=START / 10),
+    "start x 10": Case(start=START * 10),
+    "4 steps per rollout": Case(steps=4),
+    "8 steps per rollout": Case(steps=8),
+    "8 steps, learning rate / 3": Case(steps=8, learning_rate=0.033),
+    "4 rollouts per step": Case(rollouts=4, batch=16),
+    "200 batches without reward": Case(dead=200, batches=350),
+    "start at 10 x target": Case(distance=10.0, batches=400),
 }
 
 
@@ -50,44 +93,102 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
+@dataclass
+class Rollout:
+    """A sampled batch: what the loss needs, what a controller may see, and the exact KL of the policy."""
+
+    tokens: np.ndarray
+    advantages: np.ndarray
+    logps: np.ndarray
+    coef: float
+    measured: BatchMeasurement
+    exact: float
+
+
 class Policy:
     """A policy with a reference, a reward for each token in each place, and an Adam of its own."""
 
-    def __init__(self, seed: int, batch: int, learning_rate: float, placement: str):
-        self.rng = np.random.default_rng(seed)
-        self.batch, self.learning_rate, self.placement = batch, learning_rate, placement
+    def __init__(self, seed: int, case: Case):
+        self.rng, self.case = np.random.default_rng(seed), case
         self.features = self.rng.normal(size=(TOKENS, FEATURES)) / math.sqrt(FEATURES)
         self.base = self.rng.normal(size=(TOKENS, SYMBOLS)) * 1.5
         self.rewards = self.rng.normal(size=(TOKENS, SYMBOLS))
         self.weights = np.zeros((FEATURES, SYMBOLS))
         self.first, self.second, self.step = 0.0, 0.0, 0
+        self.has_reward = True
+        if case.distance:
+            self._move_away(case.distance * case.target * case.scale)
 
-    def train(self, coef: float) -> tuple[float, float]:
-        """One step at that coefficient. Returns the KL of the batch that it sampled, measured and exact."""
-        logps = log_softmax(self.base + self.features @ self.weights)  # (T, V)
-        reference = log_softmax(self.base)
-        probabilities = np.exp(logps)
-        uniform = self.rng.random((self.batch, TOKENS))
-        sums = probabilities.cumsum(-1)
+    def _move_away(self, kl: float) -> None:
+        direction, low, high = self.rng.normal(size=self.weights.shape), 0.0, 20.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            self.weights = direction * middle
+            low, high = (middle, high) if self.exact_kl() < kl else (low, middle)
+
+    def logps(self) -> np.ndarray:
+        return log_softmax(self.base + self.features @ self.weights)  # (T, V)
+
+    def exact_kl(self) -> float:
+        logps = self.logps()
+        return float((np.exp(logps) * (logps - log_softmax(self.base))).sum())
+
+    def sample(self, coef: float, steps: int) -> Rollout:
+        """A rollout at that coefficient, `steps` optimizer steps after the one before."""
+        case, places = self.case, np.arange(TOKENS)[None]
+        logps, reference = self.logps(), log_softmax(self.base)
+        uniform, sums = self.rng.random((case.batch, TOKENS)), np.exp(logps).cumsum(-1)
         tokens = np.stack([np.searchsorted(sums[t], uniform[:, t]) for t in range(TOKENS)], 1).clip(max=SYMBOLS - 1)
-        places = np.arange(TOKENS)[None]
         ratio = logps[places, tokens] - reference[places, tokens]  # (B, T)
-        reward = self.rewards[places, tokens].sum(1)
-        if self.placement == "reward":
-            reward = reward - coef * ratio.sum(1)
-        groups = reward.reshape(-1, GROUP)
-        advantage = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, keepdims=True) + 1e-4)
-        advantage = np.repeat(advantage.reshape(-1, 1), TOKENS, 1)
-        if self.placement == "advantage":
-            advantage = advantage + coef * (ratio.mean() - ratio)
+        total = ratio.sum(1)
+        reward = self.rewards[places, tokens].sum(1) * self.has_reward
+        if case.placement == "reward":
+            groups = (reward - coef * total).reshape(-1, GROUP)
+        else:
+            groups = reward.reshape(-1, GROUP)
+        deviation = np.repeat(groups.std(1) + 1e-4, GROUP)
+        advantage = (groups - groups.mean(1, keepdims=True)).reshape(-1) / deviation
+        drives, drag = advantage * total, float((ratio**2).sum(1).mean())
+        if case.placement == "reward":
+            # The penalty is inside of the advantage: its pull is measured like the reward's, and added back.
+            centered = total - np.repeat(total.reshape(-1, GROUP).mean(1), GROUP)
+            drag = float((centered * total / deviation).mean())
+            drives = drives + coef * centered * total / deviation
+        per_token = np.repeat(advantage[:, None], TOKENS, 1)
+        if case.placement == "advantage":
+            per_token = per_token + coef * (ratio.mean() - ratio)
+        exact, k3 = self.exact_kl(), (np.exp(-ratio) - 1 + ratio).sum(1)
+        measured = BatchMeasurement(
+            kl=(exact if case.statistic == "full" else float(k3.mean())) / case.scale,
+            completions=case.batch,
+            optimizer_steps=steps,
+            learning_rate=case.learning_rate,
+            drive=float(drives.mean()) if self.has_reward else 0.0,
+            drag=drag,
+            standard_error=(0.0 if case.statistic == "full" else float(k3.std()) / math.sqrt(case.batch)) / case.scale,
+            drive_error=float(drives.std()) / math.sqrt(case.batch),
+        )
+        return Rollout(tokens, per_token, logps[places, tokens], coef, measured, exact)
+
+    def learn(self, rollouts: list[Rollout]) -> None:
+        for _ in range(self.case.steps):
+            gradients = [self._gradient(rollout) for rollout in rollouts]
+            self._ascend(self.features.T @ (sum(gradients) / len(gradients)))
+
+    def _gradient(self, rollout: Rollout) -> np.ndarray:
+        logps, places = self.logps(), np.arange(TOKENS)[None]
+        probabilities, advantages = np.exp(logps), rollout.advantages
+        ratio = np.exp(logps[places, rollout.tokens] - rollout.logps)
+        clipped = ((advantages > 0) & (ratio > 1.2)) | ((advantages < 0) & (ratio < 0.8))
+        weights = np.where(clipped, 0.0, ratio * advantages)
         gradient = np.zeros((TOKENS, SYMBOLS))
-        np.add.at(gradient, (np.broadcast_to(places, tokens.shape), tokens), advantage)
-        gradient = (gradient - advantage.sum(0)[:, None] * probabilities) / (self.batch * TOKENS)
-        exact = (probabilities * (logps - reference)).sum(-1, keepdims=True)  # (T, 1)
-        if self.placement == "loss":
-            gradient -= coef * probabilities * (logps - reference - exact) / TOKENS
-        self._ascend(self.features.T @ gradient)
-        return float((np.exp(-ratio) - 1 + ratio).sum(1).mean()), float(exact.sum())
+        np.add.at(gradient, (np.broadcast_to(places, rollout.tokens.shape), rollout.tokens), weights)
+        gradient = (gradient - weights.sum(0)[:, None] * probabilities) / rollout.tokens.size
+        if self.case.placement == "loss":
+            log_ratio = logps - log_softmax(self.base)
+            exact = (probabilities * log_ratio).sum(-1, keepdims=True)
+            gradient -= rollout.coef * probabilities * (log_ratio - exact) / TOKENS
+        return gradient
 
     def _ascend(self, gradient: np.ndarray) -> None:
         gradient = gradient * min(1.0, 1.0 / (np.linalg.norm(gradient) + 1e-9))
@@ -96,44 +197,85 @@ class Policy:
         self.second = 0.999 * self.second + 0.001 * gradient**2
         direction = self.first / (1 - 0.9**self.step)
         scale = np.sqrt(self.second / (1 - 0.999**self.step)) + 1e-8
-        self.weights = self.weights + self.learning_rate * direction / scale
+        self.weights = self.weights + self.case.learning_rate * direction / scale
 
 
-def follow(name: str, seed: int, case: dict, **settings) -> list[float]:
-    """The exact KL over one training, as a share of the target."""
-    controller = get_kl_controller(name, init_coef=case["start"], target=case["target"], **settings)
-    policy = Policy(seed, case["batch"], case["learning_rate"], case["placement"])
-    scale = TOKENS if case["unit"] == "token" else 1
-    shares = []
-    for _ in range(STEPS):
-        measured, exact = policy.train(controller.value)
-        shares.append(exact / scale / case["target"])
-        controller.update(measured / scale, case["batch"])
+def follow(name: str, seed: int, case: Case, **settings) -> list[float]:
+    """The exact KL over one training, as a share of the target, once per optimizer step or rollout."""
+    start = case.start or (None if name == "hold" else START)
+    if name == "free":
+        name, start, settings = "fixed", 0.0, {}
+    controller = get_kl_controller(name, init_coef=start, target=case.target, **settings)
+    policy, shares, steps = Policy(seed, case), [], 0
+    for batch in range(case.batches):
+        policy.has_reward = batch >= case.dead
+        rollouts = []
+        for _ in range(case.rollouts):
+            rollouts.append(policy.sample(controller.value, steps))
+            controller.observe(rollouts[-1].measured)
+            steps = 0
+        shares.append(rollouts[0].exact / case.scale / case.target)
+        policy.learn(rollouts)
+        steps = case.steps
     return shares
 
 
-def judge(name: str, case: dict, **settings) -> dict[str, float]:
+def arrival(shares: list[float], case: Case) -> float:
+    """Batches with reward before the KL is at the target, from below or from above."""
+    for batch, share in enumerate(shares):
+        if (share <= 1 / ARRIVED) if case.distance else (share >= ARRIVED):
+            return max(batch - case.dead, 1)
+    return math.nan
+
+
+@cache
+def free_arrival(seed: int, case: Case) -> float:
+    return arrival(follow("free", seed, case), case)
+
+
+def judge(name: str, case: Case, **settings) -> dict[str, float]:
+    """Each figure is the mean over the seeds, the worst of them beside it."""
     runs = [follow(name, seed, case, **settings) for seed in range(SEEDS)]
-    settled = [steps_to_settle(run, 1.0) for run in runs]
+    half = case.dead + (case.batches - case.dead) // 2
+    errors = [relative_rms_error(run[half:], 1.0) for run in runs]
+    # From far away, the way down is no peak.
+    peaks = [max(run[half:] if case.distance else run) for run in runs]
+    arrivals = [arrival(run, case) for run in runs]
+    free = [1.0 if case.distance else free_arrival(seed, case) for seed in range(SEEDS)]
     return {
-        "error": fmean(relative_rms_error(run[STEPS // 2 :], 1.0) for run in runs),
-        "peak": fmean(max(run) for run in runs),
-        "settled": fmean(STEPS if step is None else step for step in settled),
+        "mean": fmean(fmean(run[half:]) for run in runs),
+        "error": fmean(errors),
+        "worst error": max(errors),
+        "peak": fmean(peaks),
+        "worst peak": max(peaks),
+        "arrival": fmean(one / other for one, other in zip(arrivals, free, strict=True)),
     }
 
 
-def main() -> None:
-    print("| case | `pid`: error | peak | settled | best Ziegler: error | peak | settled | its horizon |")
-    print("|---|---|---|---|---|---|---|---|")
-    for number, (label, changes) in enumerate(CASES.items(), 1):
+def cells(one: dict[str, float]) -> str:
+    arrived = "never" if math.isnan(one["arrival"]) else f"{one['arrival']:.1f}"
+    return f"{one['error']:.2f} ({one['worst error']:.2f}) | {one['peak']:.2f} ({one['worst peak']:.2f}) | {arrived}"
+
+
+def main(names: list[str]) -> None:
+    names = names or ["hold", "pid", "adaptive"]
+    print(
+        "Mean over the seeds, the worst of them in brackets. Arrival: over that of an unpenalised run; where the run"
+    )
+    print("starts above its target, in batches.\n")
+    print("| case |" + "".join(f" `{name}`: error | peak | arrival |" for name in names))
+    print("|---|" + "---|---|---|" * len(names))
+    for number, (label, case) in enumerate(CASES.items(), 1):
         print(f"\r{number}/{len(CASES)} {label}", end="\033[K", file=sys.stderr, flush=True)
-        case = {**DEFAULT, **changes}
-        pid = judge("pid", case)
-        ziegler = {horizon: judge("adaptive", case, horizon=horizon) for horizon in HORIZONS}
-        best = min(ziegler, key=lambda horizon: ziegler[horizon]["error"])
-        cells = [f"{one['error']:.2f} | {one['peak']:.2f} | {one['settled']:.0f}" for one in (pid, ziegler[best])]
-        print(f"\r| {label} | {cells[0]} | {cells[1]} | {best} |", flush=True)
+        row = []
+        for name in names:
+            if name == "adaptive":
+                tried = [judge(name, case, horizon=horizon) for horizon in HORIZONS]
+                row.append(cells(min(tried, key=lambda one: one["error"])))
+            else:
+                row.append(cells(judge(name, case)))
+        print(f"\r| {label} | {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

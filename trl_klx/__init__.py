@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from .controllers.hold import HoldKLController
     from .controllers.registry import get_kl_controller, register_kl_controller
     from .controllers.rules import (
         AdaptiveKLController,
+        BatchMeasurement,
         ExponentialKLController,
         FixedKLController,
         KLController,
@@ -27,8 +29,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveKLController",
+    "BatchMeasurement",
     "ExponentialKLController",
     "FixedKLController",
+    "HoldKLController",
     "KLController",
     "KLXCallback",
     "KLXGRPOConfig",
@@ -50,8 +54,10 @@ __all__ = [
 # controllers and the `trl-klx` command do not need.
 _MODULES = {
     "AdaptiveKLController": ".controllers.rules",
+    "BatchMeasurement": ".controllers.rules",
     "ExponentialKLController": ".controllers.rules",
     "FixedKLController": ".controllers.rules",
+    "HoldKLController": ".controllers.hold",
     "KLController": ".controllers.rules",
     "KLXCallback": ".trainers.callback",
     "KLXGRPOConfig": ".trainers.config",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
+from .hold import HoldKLController
 from .rules import (
     SETTINGS,
     AdaptiveKLController,
@@ -22,6 +23,7 @@ _REGISTRY: dict[str, type[KLController]] = {
     "adaptive": AdaptiveKLController,
     "exponential": ExponentialKLController,
     "fixed": FixedKLController,
+    "hold": HoldKLController,
     "pid": PIDKLController,
 }
 
@@ -125,7 +127,7 @@ def _accepted_keywords(cls: type[KLController]) -> set[str]:
 
 def get_kl_controller(
     name: str,
-    init_coef: float,
+    init_coef: float | None = None,
     target: float | None = None,
     horizon: float = 10000,
     min_coef: float = 1e-4,
@@ -138,8 +140,8 @@ def get_kl_controller(
     Args:
         name (`str`):
             A registered name, or that of an entry point in the group `trl_klx.kl_controllers`.
-        init_coef (`float`):
-            First coefficient.
+        init_coef (`float`, *optional*):
+            First coefficient. Only `"hold"` can do without.
         target (`float`, *optional*):
             KL to hold, in nats.
         horizon (`float`, *optional*, defaults to `10000`):
@@ -169,4 +171,4 @@ def get_kl_controller(
                 f"KL controller {name!r} ({cls.__name__}) takes no argument {key!r} (value {kwargs[key]!r}). Besides "
                 f"the common settings it takes: {', '.join(own) or 'none'}."
             )
-    return cls(init_coef=init_coef, **kwargs)
+    return cls(init_coef=init_coef, **kwargs)  # type: ignore[arg-type]

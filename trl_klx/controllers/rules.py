@@ -32,6 +32,42 @@ def _exp(exponent: float) -> float:
 
 
 @dataclass(frozen=True)
+class BatchMeasurement:
+    """
+    What a controller may see of one generation batch. Only the first two are always known.
+
+    Attributes:
+        kl (`float`):
+            Measured KL in nats, in the unit of the target.
+        completions (`float`):
+            Number of completions in the batch, over all processes.
+        optimizer_steps (`float`):
+            Optimizer steps since the batch measured before. 0 if the weights are still the same.
+        learning_rate (`float`, *optional*):
+            Mean learning rate of those steps.
+        drive (`float`, *optional*):
+            Mean over completions of `sum_t A_t * k1_t`: the pull of the reward along the KL. `A` is the centered advantage
+            without the penalty. If it is the same for all tokens of a completion, this is the covariance of `A` and the
+            completion's KL. Exactly 0 if no reward differs from another.
+        drag (`float`, *optional*):
+            Mean over completions of `sum_t k1_t^2`: the pull of one unit of coefficient.
+        standard_error (`float`, *optional*):
+            Standard error of `kl` over the completions.
+        drive_error (`float`, *optional*):
+            Standard error of `drive` over the completions.
+    """
+
+    kl: float
+    completions: float
+    optimizer_steps: float = 1.0
+    learning_rate: float | None = None
+    drive: float | None = None
+    drag: float | None = None
+    standard_error: float | None = None
+    drive_error: float | None = None
+
+
+@dataclass(frozen=True)
 class KLControllerState:
     """What changes from update to update. A controller with more to remember extends it with defaulted fields."""
 
@@ -167,6 +203,20 @@ class KLController(ABC):
             )
         self._state = replace(self._state, value=bounded)
         return self.value
+
+    def observe(self, batch: BatchMeasurement) -> float:
+        """
+        Take all that was measured on one generation batch. A controller that needs no more than the KL leaves this as it
+        is and gets [`~KLController.update`].
+
+        Args:
+            batch ([`BatchMeasurement`]):
+                What was measured.
+
+        Returns:
+            `float`: The new value.
+        """
+        return self.update(batch.kl, batch.completions)
 
     @abstractmethod
     def _next(self, kl: float, n_steps: float) -> float:

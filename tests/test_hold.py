@@ -1,0 +1,310 @@
+import json
+import math
+import random
+
+import pytest
+
+from trl_klx import BatchMeasurement, HoldKLController, KLController, get_kl_controller
+from trl_klx.controllers.drift import KLAdviser
+from trl_klx.controllers.hold import lr_guard_factor
+from trl_klx.controllers.tracking_error import relative_rms_error
+
+
+TARGET = 4.0
+
+
+class Plant:
+    """
+    A policy as the law sees it: a constant drive, a drag in proportion to coefficient and distance, Adam's momentum, and a
+    KL with relative noise. `hold` is the coefficient that holds it at the target.
+    """
+
+    def __init__(self, speed=0.09, hold=0.25, bias=2.0, noise=0.05, distance=0.0, steps=1, seed=0):
+        self.speed, self.hold, self.bias, self.noise, self.steps = speed, hold, bias, noise, steps
+        self.x, self.v, self.age, self.live = distance, 0.0, 0, 1.0
+        self.random = random.Random(seed)
+
+    @property
+    def kl(self):
+        return TARGET * self.x**2
+
+    def measure(self, steps, rate=1.0):
+        kl = self.kl * max(1.0 + self.noise * self.random.gauss(0, 1), 0.1)
+        drag = 2.0 * self.kl
+        drive = self.hold / self.bias * 2.0 * TARGET * self.x * (1.0 + 0.4 * self.random.gauss(0, 1)) * self.live
+        return BatchMeasurement(
+            kl, 32, steps, rate, drive, drag, self.noise * kl, math.sqrt((self.bias - 1) / 4) * abs(drive)
+        )
+
+    def train(self, coef, rate=1.0):
+        for _ in range(self.steps):
+            self.age += 1
+            follows = 0.1 / (1 - 0.9**self.age)
+            push = self.live - coef * self.x / self.hold
+            self.v += follows * (self.speed * rate * push - self.v)
+            # Adam's first step has the length of its noise too.
+            self.x = abs(self.x + self.v * (2 if self.age == 1 else 1))
+
+
+def follow(controller, plant, batches, rates=None):
+    """The true KL over the target, and the coefficients."""
+    shares, coefs, steps = [], [], 0
+    rate = 1.0
+    for batch in range(batches):
+        coef = controller.value
+        controller.observe(plant.measure(steps, rate))
+        shares.append(plant.kl / TARGET)
+        coefs.append(coef)
+        rate = 1.0 if rates is None else rates(batch)
+        plant.train(coef, rate)
+        steps = plant.steps
+    return shares, coefs
+
+
+def build(init_coef=None, **kwargs):
+    return HoldKLController(init_coef, target=TARGET, **kwargs)
+
+
+def arrival(shares):
+    return next(batch for batch, share in enumerate(shares) if share > 0.9)
+
+
+class TestHolding:
+    @pytest.mark.parametrize("hold", [0.02, 0.25, 2.0])
+    @pytest.mark.parametrize("speed", [0.03, 0.09, 0.2])
+    def test_holds_the_target(self, hold, speed):
+        shares, _ = follow(build(), Plant(speed, hold), 150)
+        assert relative_rms_error(shares[75:], 1.0) < 0.1
+        assert max(shares) < 1.3
+
+    @pytest.mark.parametrize("steps", [1, 4, 8])
+    def test_several_optimizer_steps_per_rollout(self, steps):
+        shares, _ = follow(build(), Plant(0.05, steps=steps), 120)
+        assert relative_rms_error(shares[60:], 1.0) < 0.13
+        assert max(shares) < 1.45
+
+    def test_arrives_about_as_fast_as_a_free_run(self):
+        shares, _ = follow(build(), Plant(), 60)
+        assert arrival(shares) <= 1.7 * math.sqrt(0.9) / 0.09
+
+    def test_a_slow_policy_arrives(self):
+        shares, _ = follow(build(), Plant(0.003), 600)
+        assert shares[-1] > 0.9 and max(shares) < 1.3
+
+    def test_the_start_is_forgotten(self):
+        arrivals = [arrival(follow(build(start), Plant(noise=0.01), 60)[0]) for start in (None, 0.005, 0.5)]
+        assert max(arrivals) <= 1.15 * min(arrivals)
+
+    def test_a_wrong_drive_is_corrected(self):
+        shares, _ = follow(build(), Plant(bias=5.0), 200)
+        assert relative_rms_error(shares[120:], 1.0) < 0.1
+
+    def test_the_kl_alone_is_enough(self):
+        plant, controller, shares = Plant(), build(0.1), []
+        for _ in range(200):
+            plant.train(controller.value)
+            controller.update(plant.measure(1).kl, 32)
+            shares.append(plant.kl / TARGET)
+        assert relative_rms_error(shares[100:], 1.0) < 0.15
+
+
+class TestFarFromTheReference:
+    def test_comes_down_and_is_not_let_go(self):
+        shares, coefs = follow(build(), Plant(distance=math.sqrt(10.0)), 200)
+        assert min(shares.index(share) for share in shares if share < 1.2) < 120
+        first = next(batch for batch, share in enumerate(shares) if share < 1.1)
+        assert max(shares[first:]) < 1.35
+
+    def test_never_lowered_while_the_kl_stays_above(self):
+        controller = build(0.1)
+        values = [controller.value]
+        for kl in (40.0, 39.9, 39.8, 39.9, 40.0, 40.1, 40.0, 40.0):
+            controller.observe(BatchMeasurement(kl, 32, 1, 1.0, 0.5, 80.0, 1.0))
+            values.append(controller.value)
+        assert values == sorted(values) and values[-1] > values[0]
+
+
+class TestFreezing:
+    def test_a_kl_of_zero_teaches_nothing(self):
+        controller = build(0.1)
+        state = controller.state_dict()
+        for _ in range(50):
+            controller.observe(BatchMeasurement(0.0, 32, 1, 1e-4, 0.0, 0.0, 0.0))
+        assert controller.state_dict() == state
+
+    def test_no_wind_up_without_reward(self):
+        controller, plant = build(), Plant()
+        follow(controller, plant, 60)
+        value = controller.value
+        plant.live = 0.0
+        for _ in range(200):
+            controller.observe(BatchMeasurement(plant.kl, 32, 1, 1.0, 0.0, 8.0, 0.2))
+        assert controller.value == value
+
+    def test_no_wind_up_at_a_learning_rate_of_zero(self):
+        controller = build()
+        follow(controller, Plant(), 60)
+        before = controller.state_dict()
+        for _ in range(100):
+            controller.observe(BatchMeasurement(1.0, 32, 1, 0.0, 1.0, 2.0, 0.1))
+        assert controller.value == before["value"]
+        assert controller.free_speed == pytest.approx(before["free_speed"] * before["rate"])
+
+    def test_warm_up_is_no_surprise(self):
+        shares, _ = follow(build(), Plant(), 160, rates=lambda batch: min(1.0, batch / 40))
+        assert relative_rms_error(shares[100:], 1.0) < 0.1 and max(shares) < 1.3
+
+    def test_rollouts_of_the_same_weights_are_one_measurement(self):
+        controller, plant = build(), Plant(noise=0.2)
+        follow(controller, plant, 40)
+        value, spread = controller.value, controller.state_dict()["c00"]
+        for _ in range(3):
+            controller.observe(plant.measure(0))
+        assert controller.value == value
+        assert controller.state_dict()["c00"] < spread
+
+
+class TestInterface:
+    def test_registered(self):
+        controller = get_kl_controller("hold", target=6.0)
+        assert isinstance(controller, HoldKLController) and controller.value > 0
+
+    def test_other_controllers_need_a_start(self):
+        with pytest.raises(ValueError, match="init_coef"):
+            get_kl_controller("adaptive", target=6.0)
+
+    def test_a_two_argument_controller_is_observed(self):
+        class Doubling(KLController):
+            def _next(self, kl, n_steps):
+                return self.value * 2
+
+        assert Doubling(0.1).observe(BatchMeasurement(1.0, 8)) == 0.2
+
+    def test_an_overridden_update_is_observed(self):
+        class Own(KLController):
+            def _next(self, kl, n_steps):
+                raise AssertionError
+
+            def update(self, kl, n_steps):
+                return (kl, n_steps)
+
+        assert Own(0.1).observe(BatchMeasurement(1.5, 8)) == (1.5, 8)
+
+    def test_resumes_as_if_nothing_had_happened(self):
+        first, plant = build(), Plant()
+        follow(first, plant, 30)
+        second = build()
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        batch = plant.measure(1)
+        assert first.observe(batch) == second.observe(batch)
+        assert first.state_dict() == second.state_dict()
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+    def test_a_bad_kl_changes_nothing(self, bad):
+        controller = build()
+        follow(controller, Plant(), 10)
+        state = controller.state_dict()
+        with pytest.warns(RuntimeWarning):
+            controller.observe(BatchMeasurement(bad, 32, 1, 1.0, 1.0, 1.0, 0.1))
+        assert controller.state_dict() == state
+
+    @pytest.mark.parametrize("drive, drag", [(math.nan, 1.0), (1.0, math.inf), (1.0, 0.0), (-1e9, 1e-9)])
+    def test_odd_drives_leave_it_in_bounds(self, drive, drag):
+        controller = build()
+        for _ in range(20):
+            controller.observe(BatchMeasurement(3.0, 32, 1, 1.0, drive, drag, 0.1))
+        assert controller.min_coef <= controller.value <= controller.max_coef
+
+    def test_the_bias_does_not_wind_up_at_a_bound(self):
+        controller = build(max_coef=1.0)
+        for _ in range(500):
+            controller.observe(BatchMeasurement(40.0, 32, 1, 1.0, 1.0, 80.0, 1.0))
+        assert controller.value == 1.0 and controller.hold <= 4.0
+        assert abs(controller.state_dict()["bias"]) < 10
+
+    def test_the_formula_is_the_law(self):
+        """What `trl-klx controllers` prints gives the next coefficient, at the distance and speed one step ahead."""
+        controller, plant = build(), Plant(noise=0.01)
+        follow(controller, plant, 25)
+        applied = controller.value
+        coef = controller.observe(plant.measure(1))
+        state, k, hold, a = controller._state, controller.constants, controller.hold, controller.free_speed
+        follows = 0.1 / (1 - 0.9 ** (state.age + 1))
+        v = state.speed + follows * (a * (1 - applied * state.distance / hold) - state.speed)
+        x = state.distance + v
+        horizon = k.horizon
+        lead = (lambda coasted: coasted / (horizon - coasted))(9 * (1 - 0.9**horizon))
+        w = min(max((1 - x) / max(horizon * a, 1 / 3), -0.9), 0.9)
+        assert coef == pytest.approx(hold * (1 - w - lead * (w - v / a)) / max(x, 1))
+        assert all(
+            part in controller.formula
+            for part in ("hold * (1 - w - lead * (w - v / a)) / max(x, 1)", "1/3", "-0.9, 0.9")
+        )
+
+
+class TestGuard:
+    def test_no_effect_on_short_steps(self):
+        assert lr_guard_factor(None) == lr_guard_factor(0.0) == lr_guard_factor(0.1) == 1.0
+
+    def test_scales_long_steps_to_the_limit(self):
+        assert lr_guard_factor(0.5) == pytest.approx(1 / 3)
+        assert lr_guard_factor(0.1, 5) == pytest.approx(1 / 3)
+
+
+def advise(kls, controller="hold", coef=0.1, drive=1.0, rate=1e-3, **kwargs):
+    adviser = KLAdviser(TARGET, controller, **kwargs)
+    told = {}
+    for number, kl in enumerate(kls):
+        text = adviser.update(BatchMeasurement(kl, 32, 1, rate, drive, 2 * kl, 0.1), coef)
+        if text is not None:
+            told[number] = text
+    return told, adviser
+
+
+class TestAdvice:
+    def test_silent_on_a_good_run(self):
+        told, adviser = advise([TARGET * min(batch / 12, 1.0) ** 2 for batch in range(60)])
+        assert not told
+        assert adviser.summary().startswith("KL held: mean 4 nats")
+
+    def test_a_step_that_is_too_long(self):
+        told, _ = advise([0.0, 4.7, 9.0, 7.0, 11.0])
+        (number, text), *_ = told.items()
+        assert number == 2
+        assert "4.3 nats" in text and "`learning_rate` to about 0.0003" in text and "kl_lr_guard" in text
+
+    def test_the_guard_is_not_advised_twice(self):
+        told, _ = advise([0.0, 4.7, 9.0], guarded=True)
+        assert "kl_lr_guard" not in told[2]
+
+    def test_at_the_bound(self):
+        told, _ = advise([5.0 + 0.01 * batch for batch in range(12)], coef=10.0)
+        assert "bound of 10" in told[4]
+
+    def test_a_policy_that_does_not_move(self):
+        told, _ = advise([0.0] * 30, drive=0.0)
+        assert list(told) == [9] and "nothing to learn" in told[9]
+
+    def test_rewards_without_spread(self):
+        told, _ = advise([1.0] * 12, drive=0.0)
+        assert "all equal" in told[9]
+
+    def test_a_target_that_is_not_reached(self):
+        told, adviser = advise([0.5] * 40)
+        assert list(told) == [19] and "stopped rising" in told[19] and "kl_target" in told[19]
+        assert adviser.summary().startswith("KL not held: mean 0.5 nats")
+
+    def test_advice_knows_the_controller(self):
+        high = [9.0] * 30
+        assert "kl_controller='hold'" in advise(high, "adaptive")[0][19]
+        assert "learning_rate" in advise(high, "hold")[0][19]
+        assert "kl_penalty_coef" in advise([0.5] * 30, "fixed")[0][19]
+
+    def test_resumes(self):
+        told, adviser = advise([0.5] * 40)
+        other = KLAdviser(TARGET, "hold")
+        other.load_state_dict(json.loads(json.dumps(adviser.state_dict())))
+        assert other.update(BatchMeasurement(0.5, 32), 0.1) is None
+        assert other.summary() != adviser.summary()
+        with pytest.raises(ValueError, match="KLAdviser"):
+            other.load_state_dict({})

@@ -1,0 +1,397 @@
+"""The law that holds a KL target with no other setting, and the guard of the learning rate that goes with it."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .rules import BatchMeasurement, KLController, KLControllerState, _exp
+
+
+FIRST_COEF = 0.05  # Where none is given. Nothing depends on it: at the reference the penalty does not pull.
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class HoldConstants:
+    """
+    Every number of [`HoldKLController`], and why it is what it is. None depends on the task, the unit of the KL, the
+    size of the batch or the learning rate.
+
+    Attributes:
+        momentum (`float`):
+            Adam's first beta. It decides how long the policy coasts.
+        horizon (`float`):
+            Optimizer steps in which the rest of the way is to be gone. Shorter overshoots, longer arrives late.
+        horizon_rollouts (`float`):
+            Rollouts that the horizon covers at least. A coefficient acts for one; it cannot correct sooner.
+        shortest_way (`float`):
+            Where the policy is slow, a deviation below this is met in proportion. Else noise alone would swing the
+            coefficient from end to end.
+        pace (`float`):
+            Share of its free speed at which the policy approaches. The rest is kept to learn how well the penalty brakes.
+        release, brake (`float`):
+            Limits of the push. Some penalty always stays; one batch brakes with at most twice the drive.
+        gusts (`float`):
+            Random push of one optimizer step, in units of the free speed. Gradient noise after momentum.
+        drift (`float`):
+            Change of `log hold` in one optimizer step at full speed. It sets how fast the law learns.
+        diffusion (`float`):
+            Gradient noise adds to the KL too, and the drive does not show it. It counts as this many times
+            `(drive_error / drive)^2` of the drive.
+        usual_diffusion, most_diffusion (`float`):
+            That share where no error of the drive is given, and the most that is believed.
+        spread (`float`):
+            Uncertainty of `log hold` before the KL has shown anything.
+        memory (`float`):
+            Batches in the mean of drive and drag. One batch of 32 completions scatters by half.
+        quietest, usual_noise (`float`):
+            Relative noise of a KL: the least that is believed, and what is assumed where none is given.
+        full_speed (`float`):
+            Free speed at which `drift` is quoted. A policy that moves less changes less.
+        first_way (`float`):
+            A first distance beyond this is where the run started, not where its first step led.
+        first_speed (`float`):
+            Least free speed where the run starts away from its reference, and the first step tells little.
+        integral (`float`):
+            Growth of `log hold` per unit of excess and of way. As the policy learns, the coefficient that holds it drifts,
+            and the filter alone would lag behind. In units of the way, it cannot wind up while nothing moves.
+        arrived (`float`):
+            Distance from which on it counts.
+        longest (`float`):
+            The most way of one rollout that it counts.
+        band (`float`):
+            Excess of the distance that counts as above the target, if its uncertainty is not larger.
+    """
+
+    momentum: float = 0.9
+    horizon: float = 7.0
+    horizon_rollouts: float = 3.0
+    shortest_way: float = 1 / 3
+    pace: float = 0.9
+    release: float = 0.9
+    brake: float = -1.0
+    gusts: float = 0.06
+    drift: float = 0.1
+    diffusion: float = 4.0
+    usual_diffusion: float = 1.2
+    most_diffusion: float = 2.5
+    spread: float = 0.5
+    memory: float = 40.0
+    quietest: float = 0.04
+    usual_noise: float = 0.1
+    full_speed: float = 0.09
+    first_way: float = 0.7
+    first_speed: float = 0.03
+    integral: float = 1.0
+    arrived: float = 0.8
+    longest: float = 0.1
+    band: float = 0.05
+
+
+@dataclass(frozen=True)
+class HoldKLControllerState(KLControllerState):
+    """
+    The coefficient, and what the law knows. `distance` is `sqrt(kl / target)`, `None` before the first KL above 0.
+    `speed` is its change per optimizer step. `free_speed` is the greatest one seen, per unit of learning rate, `None`
+    before the first move. `bias` is `log(hold / (drive / drag))`. `drive`, `drag` and `drive_size` are means of what the
+    batches showed, scaled to the target; `batches` is how many. `c..` is the covariance of distance, speed and bias.
+    `steps` and `rate` are the optimizer steps of the last rollout and their learning rate; `age` counts all steps.
+    """
+
+    distance: float | None = None
+    speed: float = 0.0
+    bias: float = 0.0
+    free_speed: float | None = None
+    drive: float = 0.0
+    drive_size: float = 0.0
+    drive_variance: float | None = None
+    drag: float = 0.0
+    batches: float = 0.0
+    c00: float = 0.0
+    c01: float = 0.0
+    c02: float = 0.0
+    c11: float = 0.0
+    c12: float = 0.0
+    c22: float = 0.0
+    steps: float = 1.0
+    rate: float = 1.0
+    live: float = 1.0
+    age: float = 0.0
+
+    @property
+    def covariance(self) -> Matrix:
+        return (
+            (self.c00, self.c01, self.c02),
+            (self.c01, self.c11, self.c12),
+            (self.c02, self.c12, self.c22),
+        )
+
+    def with_covariance(self, c: Matrix, **changes: float) -> "HoldKLControllerState":
+        return replace(self, c00=c[0][0], c01=c[0][1], c02=c[0][2], c11=c[1][1], c12=c[1][2], c22=c[2][2], **changes)
+
+
+class HoldKLController(KLController):
+    r"""
+    Holds the KL at the target. It needs no starting value and no tuning.
+
+    Near its reference the KL of a policy grows with the square of the way it has gone. So the law works with the distance
+    `x = sqrt(kl / target)`, which is 1 at the target. The reward drives the policy away; the penalty drags it back. The
+    drag grows with `coef * x`. Adam's momentum makes the speed `v` lag behind both:
+
+    `v <- momentum * v + (1 - momentum) * a * (1 - coef * x / hold)`, `x <- x + v`
+
+    `a` is the free speed: the greatest one the policy has shown. `hold` is the coefficient at which a policy at the target
+    stands still. A batch shows it, up to a bias: it is `exp(bias) * drive / drag` there. A Kalman filter on this model
+    estimates `x`, `v` and `bias` from the measured KL and its standard error.
+
+    The law looks ahead to the weights that its coefficient will act on. It wants to go the rest of the way in `horizon`
+    optimizer steps, and not faster than `pace * a`. That is the wanted speed `w * a`. It then asks which constant push
+    gives that mean speed over the horizon. The push is the share of the drive that the penalty leaves:
+
+    - `w = clip((1 - x) / max(horizon * a, shortest_way), -pace, pace)`
+    - `push = w + lead * (w - v / a)`, limited to `[brake, release]`; `lead` follows from momentum and horizon
+    - `coef = hold * (1 - push) / max(x, 1)`; below the target no more is needed, and the model is least sure there
+
+    Three rules bound it. Above the target, unless momentum alone carries the KL down to it, neither the coefficient nor
+    `hold` falls, and `hold` grows. A KL of exactly 0, a batch without any drive and a learning rate of 0 teach nothing.
+    Several rollouts of the same weights are one measurement: they sharpen the estimate, and the coefficient stays.
+
+    Call [`~KLController.observe`] with all that is known. `update(kl, n_steps)` works too: it assumes one optimizer step
+    at a constant learning rate, and finds `hold` from the KL alone, which takes longer.
+
+    Args:
+        init_coef (`float`, *optional*):
+            Coefficient of the first batches. Unset, the law finds its own.
+        constants ([`HoldConstants`], *optional*):
+            The numbers of the law.
+        **kwargs:
+            The other settings of [`KLController`]; `target` is required.
+    """
+
+    needs_target = True
+    uses = frozenset({"target", "min_coef", "max_coef"})
+    formula = (
+        "hold * (1 - w - lead * (w - v / a)) / max(x, 1), w = clip((1 - x) / max(horizon * a, 1/3), -0.9, 0.9), "
+        "x = sqrt(kl / target), v = dx/dstep, hold = exp(bias) * drive / drag at x = 1"
+    )
+    state_class = HoldKLControllerState
+    _state: HoldKLControllerState
+
+    def __init__(
+        self, init_coef: float | None = None, *, constants: HoldConstants | None = None, **kwargs: Any
+    ) -> None:
+        self.constants = constants or HoldConstants()
+        super().__init__(FIRST_COEF if init_coef is None else init_coef, **kwargs)
+        self._state = replace(
+            self._state,
+            value=self._bound(self._state.value),
+            c22=self.constants.spread**2,
+        )
+        self._batch: BatchMeasurement | None = None
+
+    @property
+    def free_speed(self) -> float | None:
+        """
+        How far one optimizer step moves `sqrt(kl / target)` where nothing brakes, at the last learning rate. `None`
+        before the first move.
+        """
+        return None if self._state.free_speed is None else self._state.free_speed * self._state.rate
+
+    @property
+    def hold(self) -> float:
+        """The coefficient at which the KL would stand still at the target, as far as is known."""
+        return self._hold(self._state)
+
+    def observe(self, batch: BatchMeasurement) -> float:
+        self._batch = batch
+        try:
+            return super().update(batch.kl, batch.completions)
+        finally:
+            self._batch = None
+
+    def _next(self, kl: float, n_steps: float) -> float:
+        assert self.target is not None
+        batch = self._batch or BatchMeasurement(kl, n_steps)
+        if kl == 0.0:
+            return self.value
+        k, before = self.constants, self._state
+        steps, rate = float(batch.optimizer_steps), 1.0 if batch.learning_rate is None else float(batch.learning_rate)
+        moved = steps > 0 and rate > 0
+        measured = math.sqrt(kl / self.target)
+        noise = kl * k.usual_noise if batch.standard_error is None else batch.standard_error
+        variance = (max(noise / kl, k.quietest) * measured / 2.0) ** 2
+
+        state = before
+        if state.distance is None:
+            # A first KL this large is no first step: the run starts away from its reference.
+            moved = moved and measured < k.first_way
+            state = replace(state, distance=0.0 if moved else measured, c00=variance)
+        if moved:
+            if state.free_speed is None:
+                assert state.distance is not None
+                # Adam's first step is about twice as long as the following ones.
+                speed = max(abs(measured - state.distance) / (steps + 1.0), k.first_speed if state.distance else 1e-6)
+                state = replace(state, free_speed=speed / rate)
+            state = self._predict(replace(state, steps=steps, rate=rate))
+        state = self._correct(state, measured, variance, moved)
+        state = self._weigh(state, batch, measured)
+        if not moved or not state.live:
+            self._state = state
+            return self.value
+        return self._decide(state, before)
+
+    def _hold(self, state: HoldKLControllerState) -> float:
+        k = self.constants
+        # The drive's mean may be negative by chance; a fifth of its usual size is the least it counts.
+        drive = max(state.drive, 0.2 * state.drive_size)
+        if state.drag <= 0.0 or drive <= 0.0:
+            return max((self.init_coef or FIRST_COEF) * _exp(state.bias), self.min_coef)
+        share = k.usual_diffusion
+        if state.drive_variance is not None:
+            share = min(k.diffusion * state.drive_variance / drive**2, k.most_diffusion)
+        return max(drive / state.drag * (1.0 + share) * _exp(state.bias), self.min_coef)
+
+    def _follows(self, age: float) -> float:
+        """Share of a gradient in Adam's step of that number. Its first moment starts at 0 and is corrected for that."""
+        momentum = self.constants.momentum
+        return (1.0 - momentum) / (1.0 - math.pow(momentum, max(age, 1.0)))
+
+    def _move(
+        self, distance: float, speed: float, free: float, age: float, state: HoldKLControllerState
+    ) -> tuple[float, float]:
+        """Distance and speed one optimizer step later, at the coefficient in force."""
+        follows = self._follows(age)
+        push = max(state.live - self.value * distance / self._hold(state), -8.0)
+        speed += follows * (free * push - speed)
+        return max(distance + speed, 0.0), speed
+
+    def _predict(self, state: HoldKLControllerState) -> HoldKLControllerState:
+        """The state after the optimizer steps of one rollout, before its KL is seen."""
+        k = self.constants
+        free = (state.free_speed or 0.0) * state.rate
+        gust, drift = (k.gusts * free) ** 2, k.drift**2 * min(1.0, free / k.full_speed)
+        distance, speed, c = state.distance or 0.0, state.speed, state.covariance
+        age, drag_rate = state.age, free * self.value / self._hold(state)
+        for _ in range(max(round(state.steps), 1)):
+            age += 1.0
+            follows = self._follows(age)
+            # The speed's derivatives by distance, speed and bias.
+            row = (-follows * drag_rate, 1.0 - follows, follows * drag_rate * distance)
+            c = _propagate(((1.0 + row[0], row[1], row[2]), row, (0.0, 0.0, 1.0)), c)
+            c = (
+                (c[0][0] + gust, c[0][1] + gust, c[0][2]),
+                (c[1][0] + gust, c[1][1] + gust, c[1][2]),
+                (c[2][0], c[2][1], c[2][2] + drift),
+            )
+            distance, speed = self._move(distance, speed, free, age, state)
+        return state.with_covariance(c, distance=distance, speed=speed, age=age)
+
+    def _correct(
+        self, state: HoldKLControllerState, measured: float, variance: float, moved: bool
+    ) -> HoldKLControllerState:
+        """The state after one measured distance."""
+        assert state.distance is not None
+        c = state.covariance
+        total = c[0][0] + variance
+        limit = 3.0 * math.sqrt(total)
+        surprise = min(max(measured - state.distance, -limit), limit)
+        gain = [c[row][0] / total for row in range(3)]
+        speed = state.speed + gain[1] * surprise
+        free = state.free_speed
+        if free is not None and state.live and moved:
+            free = max(free, abs(speed) / state.rate)
+        bias = gain[2] * surprise * min(state.distance, 1.0)
+        c = tuple(tuple(c[i][j] - gain[i] * c[0][j] for j in range(3)) for i in range(3))
+        return replace(
+            state.with_covariance(c),
+            distance=max(state.distance + gain[0] * surprise, 0.0),
+            speed=speed,
+            bias=state.bias + bias,
+            free_speed=free,
+        )
+
+    def _weigh(self, state: HoldKLControllerState, batch: BatchMeasurement, measured: float) -> HoldKLControllerState:
+        """The state after a batch's drive and drag. Both are scaled to the target, where they would be 1 / x and 1 / x^2."""
+        drive, drag = batch.drive, batch.drag
+        if drive is None or drag is None:
+            return replace(state, live=1.0)
+        if drive == 0.0:
+            return replace(state, live=0.0)
+        if not (math.isfinite(drive) and math.isfinite(drag) and drag > 0):
+            return replace(state, live=1.0)
+        batches = min(state.batches + 1.0, self.constants.memory)
+        drive, drag = drive / measured, drag / measured**2
+        variance = state.drive_variance
+        if batch.drive_error is not None and math.isfinite(batch.drive_error):
+            scaled = (batch.drive_error / measured) ** 2
+            variance = scaled if variance is None else variance + (scaled - variance) / batches
+        return replace(
+            state,
+            live=1.0,
+            batches=batches,
+            drive=state.drive + (drive - state.drive) / batches,
+            drive_variance=variance,
+            drive_size=state.drive_size + (abs(drive) - state.drive_size) / batches,
+            drag=state.drag + (drag - state.drag) / batches,
+        )
+
+    def _decide(self, state: HoldKLControllerState, before: HoldKLControllerState) -> float:
+        """The next coefficient. It acts on the weights after the steps of the batch just measured."""
+        k = self.constants
+        assert state.distance is not None and state.free_speed is not None
+        free = state.free_speed * state.rate
+        coasts = k.momentum / (1.0 - k.momentum)
+        excess = state.distance - 1.0
+        above = max(2.0 * math.sqrt(max(state.c00, 0.0)), k.band)
+        stays_above = excess > above and excess + coasts * state.speed > 0.0
+        if stays_above:
+            state = replace(state, bias=max(state.bias, before.bias))
+        if excess > k.arrived - 1.0:
+            excess = min(excess, 1.0 if stays_above else 1.0 - k.arrived)
+            state = replace(state, bias=state.bias + k.integral * excess * min(free * state.steps, k.longest))
+        state = self._state = self._keep_bias_bounded(state)
+
+        distance, speed = state.distance or 0.0, state.speed
+        for step in range(max(round(state.steps), 1)):
+            distance, speed = self._move(distance, speed, free, state.age + step + 1.0, state)
+        horizon = max(k.horizon, k.horizon_rollouts * state.steps)
+        coasted = coasts * (1.0 - math.pow(k.momentum, horizon))
+        lead = coasted / (horizon - coasted)
+        wanted = (1.0 - distance) / max(horizon * free, k.shortest_way)
+        wanted = min(max(wanted, -k.pace), k.pace)
+        push = min(max(wanted + lead * (wanted - speed / free), k.brake), k.release)
+        coef = self._hold(state) * (1.0 - push) / max(distance, 1.0)
+        return max(coef, self.value) if stays_above else coef
+
+    def _keep_bias_bounded(self, state: HoldKLControllerState) -> HoldKLControllerState:
+        """Without it the bias would wind up where the coefficient is at a bound and `hold` can do no more."""
+        unbiased = self._hold(replace(state, bias=0.0))
+        low = math.log(self.min_coef / unbiased)
+        high = math.log(self.max_coef * max(state.distance or 0.0, 1.0) / unbiased)
+        return replace(state, bias=min(max(state.bias, low), max(low, high)))
+
+
+def _propagate(f: Matrix, c: Matrix) -> Matrix:
+    """`f c f^T`."""
+    fc = [[sum(f[i][m] * c[m][j] for m in range(3)) for j in range(3)] for i in range(3)]
+    return tuple(tuple(sum(fc[i][m] * f[j][m] for m in range(3)) for j in range(3)) for i in range(3))
+
+
+def lr_guard_factor(free_speed: float | None, optimizer_steps: float = 1, most: float = 1 / 6) -> float:
+    """
+    Factor, at most 1, by which to scale the learning rate so that the steps of one rollout cannot move the KL by more than
+    the target allows. No coefficient can make up for a step that is too long.
+
+    Args:
+        free_speed (`float`, *optional*):
+            How far one optimizer step moves `sqrt(kl / target)` at the unscaled learning rate, see
+            [`HoldKLController.free_speed`]. `None` before the first move: the factor is 1.
+        optimizer_steps (`float`, *optional*, defaults to `1`):
+            Optimizer steps per rollout.
+        most (`float`, *optional*, defaults to `1/6`):
+            Greatest move of `sqrt(kl / target)` in one rollout. A sixth is a third of the target in KL, at the target.
+    """
+    if free_speed is None or free_speed <= 0.0 or optimizer_steps <= 0:
+        return 1.0
+    return min(1.0, most / (free_speed * optimizer_steps))
