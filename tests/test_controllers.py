@@ -8,19 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trl_klx.controllers.registry
+from trl_klx.controllers.base import KLController
+from trl_klx.controllers.pid import PIDKLController
 from trl_klx.controllers.registry import (
     get_kl_controller,
     get_kl_controller_class,
     list_kl_controllers,
     register_kl_controller,
 )
-from trl_klx.controllers.rules import (
-    AdaptiveKLController,
-    ExponentialKLController,
-    FixedKLController,
-    KLController,
-    PIDKLController,
-)
+from trl_klx.controllers.rules import AdaptiveKLController, ExponentialKLController, FixedKLController
 from trl_klx.controllers.tracking_error import relative_rms_error
 
 

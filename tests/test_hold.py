@@ -5,7 +5,7 @@ import random
 import pytest
 
 from trl_klx import BatchMeasurement, HoldKLController, KLController, get_kl_controller
-from trl_klx.controllers.drift import KLAdviser
+from trl_klx.controllers.advice import KLAdviser
 from trl_klx.controllers.hold import lr_guard_factor
 from trl_klx.controllers.tracking_error import relative_rms_error
 

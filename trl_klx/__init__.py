@@ -5,16 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from .controllers.base import BatchMeasurement, KLController
     from .controllers.hold import HoldKLController
+    from .controllers.pid import PIDKLController
     from .controllers.registry import get_kl_controller, register_kl_controller
-    from .controllers.rules import (
-        AdaptiveKLController,
-        BatchMeasurement,
-        ExponentialKLController,
-        FixedKLController,
-        KLController,
-        PIDKLController,
-    )
+    from .controllers.rules import AdaptiveKLController, ExponentialKLController, FixedKLController
     from .maths.advantages import center_kl_advantages
     from .maths.estimators import estimate_kl
     from .ppo.config import KLXPPOConfig
@@ -54,11 +49,11 @@ __all__ = [
 # controllers and the `trl-klx` command do not need.
 _MODULES = {
     "AdaptiveKLController": ".controllers.rules",
-    "BatchMeasurement": ".controllers.rules",
+    "BatchMeasurement": ".controllers.base",
     "ExponentialKLController": ".controllers.rules",
     "FixedKLController": ".controllers.rules",
     "HoldKLController": ".controllers.hold",
-    "KLController": ".controllers.rules",
+    "KLController": ".controllers.base",
     "KLXCallback": ".trainers.callback",
     "KLXGRPOConfig": ".trainers.config",
     "KLXGRPOTrainer": ".trainers.grpo",
@@ -68,7 +63,7 @@ _MODULES = {
     "KLXRLOOMixin": ".trainers.rloo",
     "KLXRLOOTrainer": ".trainers.rloo",
     "KLXTrainerMixin": ".trainers.grpo",
-    "PIDKLController": ".controllers.rules",
+    "PIDKLController": ".controllers.pid",
     "center_kl_advantages": ".maths.advantages",
     "estimate_kl": ".maths.estimators",
     "get_kl_controller": ".controllers.registry",

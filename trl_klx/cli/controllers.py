@@ -16,8 +16,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from ..controllers.base import KLController
 from ..controllers.registry import ENTRY_POINT_GROUP, get_kl_controller, get_kl_controller_class, list_kl_controllers
-from ..controllers.rules import KLController
 from .console import CLIError, number, one_line, table
 from .plot import check_format, check_matplotlib, save
 from .runs import Run, read_run

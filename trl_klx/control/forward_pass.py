@@ -28,10 +28,9 @@ def _can_skip_lm_head() -> bool:
 CAN_SKIP_LM_HEAD = _can_skip_lm_head()
 
 
-def causal_lm(model: nn.Module) -> nn.Module:
+def causal_lm(model: Any) -> Any:
     """The model without PEFT's wrapper, whose layers are inside it."""
-    base: nn.Module = model.get_base_model() if is_peft_model(model) else model
-    return base
+    return model.get_base_model() if is_peft_model(model) else model
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
+from ..controllers.base import KLController
 from ..controllers.drift import DriftMonitor
-from ..controllers.rules import KLController
 from ..maths.estimators import estimate_full_kl, estimate_kl, full_kl_and_logps
 from ..maths.totals import kl_totals
 from ..references.base import KLReference

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .rules import BatchMeasurement, KLController, KLControllerState, _exp
+from .base import BatchMeasurement, KLController, KLControllerState, safe_exp
 
 
 FIRST_COEF = 0.05  # Where none is given. Nothing depends on it: at the reference the penalty does not pull.
@@ -246,11 +246,11 @@ class HoldKLController(KLController):
         # The drive's mean may be negative by chance; a fifth of its usual size is the least it counts.
         drive = max(state.drive, 0.2 * state.drive_size)
         if state.drag <= 0.0 or drive <= 0.0:
-            return max((self.init_coef or FIRST_COEF) * _exp(state.bias), self.min_coef)
+            return max((self.init_coef or FIRST_COEF) * safe_exp(state.bias), self.min_coef)
         share = k.usual_diffusion
         if state.drive_variance is not None:
             share = min(k.diffusion * state.drive_variance / drive**2, k.most_diffusion)
-        return max(drive / state.drag * (1.0 + share) * _exp(state.bias), self.min_coef)
+        return max(drive / state.drag * (1.0 + share) * safe_exp(state.bias), self.min_coef)
 
     def _follows(self, age: float) -> float:
         """Share of a gradient in Adam's step of that number. Its first moment starts at 0 and is corrected for that."""

@@ -5,15 +5,10 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
+from .base import SETTINGS, KLController
 from .hold import HoldKLController
-from .rules import (
-    SETTINGS,
-    AdaptiveKLController,
-    ExponentialKLController,
-    FixedKLController,
-    KLController,
-    PIDKLController,
-)
+from .pid import PIDKLController
+from .rules import AdaptiveKLController, ExponentialKLController, FixedKLController
 
 
 ENTRY_POINT_GROUP = "trl_klx.kl_controllers"

@@ -8,8 +8,8 @@ from typing import Any, cast
 from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..controllers.base import KLController
 from ..controllers.registry import get_kl_controller, get_kl_controller_class
-from ..controllers.rules import KLController
 
 
 # Key of our state in `trainer_state.json`. It is deliberately not a class name: transformers would build a callback

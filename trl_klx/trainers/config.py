@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 from trl import GRPOConfig, RLOOConfig
 
 from ..control.placements import Placement, get_placement
+from ..controllers.base import KLController
 from ..controllers.registry import get_kl_controller
-from ..controllers.rules import KLController
 from ..maths.estimators import KL_ESTIMATORS, KL_UNITS
 from .config_checks import KLConfigChecks
 from .field_rules import KL_CENTERINGS, KL_PLACEMENTS, KL_STATISTICS

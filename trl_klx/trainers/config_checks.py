@@ -6,8 +6,8 @@ import warnings
 from dataclasses import fields
 
 from ..control.placements import list_placements
+from ..controllers.base import KLController
 from ..controllers.registry import get_kl_controller_class, list_kl_controllers
-from ..controllers.rules import KLController
 from ..references.kinds import REFERENCE_FIELDS, chosen_reference_fields
 from .field_rules import KL_RULES, one_of
 

@@ -29,11 +29,11 @@ class AdvantagePlacement(ScorePlacement):
 
     @property
     def groups(self) -> bool:
-        return self.args.kl_centering == "group"
+        return bool(self.args.kl_centering == "group")
 
     @property
     def per_microbatch(self) -> bool:
-        return self.args.kl_centering == "microbatch"
+        return bool(self.args.kl_centering == "microbatch")
 
     @property
     def per_batch(self) -> bool:

@@ -1,0 +1,278 @@
+"""
+What every controller is: measured KL in, next coefficient out.
+
+A controller is a small object of plain floats. Its changing part is one frozen record that each update replaces, so
+saving it is dumping that record. Users add their own with [`register_kl_controller`], or from a package through the
+entry-point group `trl_klx.kl_controllers`.
+"""
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar
+
+
+SETTINGS = ("target", "horizon", "min_coef", "max_coef")
+
+
+def is_finite_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_positive(name: str, value: object, remedy: str) -> None:
+    if not (is_finite_number(value) and value > 0):  # type: ignore[operator]
+        raise ValueError(f"`{name}` must be a positive finite number, but got {value!r}. {remedy}")
+
+
+def safe_exp(exponent: float) -> float:
+    # `math.exp` raises above 709. Every result is bounded afterwards, so the limit is never seen.
+    return math.exp(min(max(exponent, -700.0), 700.0))
+
+
+@dataclass(frozen=True)
+class BatchMeasurement:
+    """
+    What a controller may see of one generation batch. Only the first two are always known.
+
+    Attributes:
+        kl (`float`):
+            Measured KL in nats, in the unit of the target.
+        completions (`float`):
+            Number of completions in the batch, over all processes.
+        optimizer_steps (`float`):
+            Optimizer steps since the batch measured before. 0 if the weights are still the same.
+        learning_rate (`float`, *optional*):
+            Mean learning rate of those steps.
+        drive (`float`, *optional*):
+            Mean over completions of `sum_t A_t * k1_t`: the pull of the reward along the KL. `A` is the centered advantage
+            without the penalty. If it is the same for all tokens of a completion, this is the covariance of `A` and the
+            completion's KL. Exactly 0 if no reward differs from another.
+        drag (`float`, *optional*):
+            Mean over completions of `sum_t k1_t^2`: the pull of one unit of coefficient.
+        standard_error (`float`, *optional*):
+            Standard error of `kl` over the completions.
+        drive_error (`float`, *optional*):
+            Standard error of `drive` over the completions.
+    """
+
+    kl: float
+    completions: float
+    optimizer_steps: float = 1.0
+    learning_rate: float | None = None
+    drive: float | None = None
+    drag: float | None = None
+    standard_error: float | None = None
+    drive_error: float | None = None
+
+
+@dataclass(frozen=True)
+class KLControllerState:
+    """What changes from update to update. A controller with more to remember extends it with defaulted fields."""
+
+    value: float
+
+
+class KLController(ABC):
+    r"""
+    Base of all controllers. A subclass defines `_next(kl, n_steps)`, which returns the next coefficient.
+
+    A measured KL that is NaN, infinite or negative never reaches `_next`: the state stays as it is, and the first such
+    value warns. The coefficient is kept in `[min_coef, max_coef]` for every class that lists them in `uses`.
+
+    Class attributes:
+
+    - `needs_target` (`bool`): whether construction without a target is refused.
+    - `multiplicative` (`bool`): whether the rule scales the coefficient, and so can never leave 0.
+    - `uses` (`frozenset[str]`): which of `target`, `horizon`, `min_coef` and `max_coef` the rule reads.
+    - `formula` (`str`): the rule, in one line.
+    - `state_class` (`type`): the record behind `state_dict`, [`KLControllerState`] or an extension of it.
+
+    Args:
+        init_coef (`float`):
+            First coefficient (`kl_penalty_coef` in a config).
+        target (`float`, *optional*):
+            KL to hold, in nats (`kl_target`).
+        horizon (`float`, *optional*, defaults to `10000`):
+            Number of episodes over which the rule acts (`kl_horizon`).
+        min_coef (`float`, *optional*, defaults to `1e-4`):
+            Lower bound of the coefficient (`kl_coef_min`).
+        max_coef (`float`, *optional*, defaults to `10.0`):
+            Upper bound of the coefficient (`kl_coef_max`).
+    """
+
+    needs_target: ClassVar[bool] = False
+    multiplicative: ClassVar[bool] = True
+    uses: ClassVar[frozenset[str]] = frozenset(SETTINGS)
+    formula: ClassVar[str] = "defined by `_next`"
+    state_class: ClassVar[type[KLControllerState]] = KLControllerState
+
+    def __init__(
+        self,
+        init_coef: float,
+        target: float | None = None,
+        horizon: float = 10000,
+        min_coef: float = 1e-4,
+        max_coef: float = 10.0,
+    ) -> None:
+        if not is_finite_number(init_coef) or init_coef < 0:
+            raise ValueError(
+                f"`init_coef` (`kl_penalty_coef`) must be a finite number >= 0, but got {init_coef!r}. "
+                "Set a small positive value such as 0.05."
+            )
+        if target is None and self.needs_target:
+            raise ValueError(
+                f"{type(self).__name__} needs a `target`, but got {target!r}. Set `target` (`kl_target`) to the KL to "
+                "hold, e.g. 6.0 nats per sequence, or use the 'fixed' controller."
+            )
+        if target is not None:
+            check_positive("target", target, "Set `target` (`kl_target`) to the KL to hold, in nats.")
+        check_positive("horizon", horizon, "Set `horizon` (`kl_horizon`) to a number of episodes such as 10000.")
+        check_positive("min_coef", min_coef, "Set `min_coef` (`kl_coef_min`) to a small value such as 1e-4.")
+        check_positive("max_coef", max_coef, "Set `max_coef` (`kl_coef_max`) to a large value such as 10.0.")
+        if max_coef < min_coef:
+            raise ValueError(
+                f"`max_coef` ({max_coef!r}) is smaller than `min_coef` ({min_coef!r}). Swap or widen the bounds "
+                "(`kl_coef_min`, `kl_coef_max`)."
+            )
+        if init_coef == 0 and self.multiplicative:
+            raise ValueError(
+                f"`init_coef` (`kl_penalty_coef`) is {init_coef!r}, but a multiplicative rule cannot leave 0. Set a "
+                f"value in [{min_coef}, {max_coef}], or use the 'fixed' controller."
+            )
+        if ("min_coef" in self.uses and init_coef < min_coef) or ("max_coef" in self.uses and init_coef > max_coef):
+            raise ValueError(
+                f"`init_coef` (`kl_penalty_coef`) is {init_coef!r}, outside of [{min_coef}, {max_coef}]. Set a value "
+                "inside, or move `min_coef` and `max_coef` (`kl_coef_min`, `kl_coef_max`)."
+            )
+        self.init_coef = float(init_coef)
+        self.target = None if target is None else float(target)
+        self.horizon = float(horizon)
+        self.min_coef = float(min_coef)
+        self.max_coef = float(max_coef)
+        self._state = self.state_class(value=self.init_coef)
+        self._warned = False
+
+    @property
+    def value(self) -> float:
+        """The coefficient to apply now."""
+        return self._state.value
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the coefficient is at a bound, so that the controller cannot do more in that direction."""
+        at_min = "min_coef" in self.uses and self.value <= self.min_coef
+        at_max = "max_coef" in self.uses and self.value >= self.max_coef
+        return at_min or at_max
+
+    def update(self, kl: float, n_steps: float) -> float:
+        """
+        Take the KL measured on one generation batch and return the coefficient for the next.
+
+        Args:
+            kl (`float`):
+                Measured KL in nats, in the unit of the target.
+            n_steps (`float`):
+                Number of episodes in the batch, over all processes.
+
+        Returns:
+            `float`: The new value.
+        """
+        kl, n_steps = float(kl), float(n_steps)
+        if not math.isfinite(n_steps) or n_steps < 0:
+            raise ValueError(f"`n_steps` must be a finite number >= 0, but got {n_steps!r}.")
+        if not math.isfinite(kl) or kl < 0:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{type(self).__name__} got a KL of {kl!r}; a KL is finite and not negative. The coefficient stays "
+                    f"at {self.value}. Further such values are skipped without a warning.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return self.value
+        before = self._state
+        value = float(self._next(kl, n_steps))
+        bounded = self._bound(value)
+        if not math.isfinite(bounded) or not self._is_coefficient(bounded):
+            self._state = before
+            raise ValueError(
+                f"{type(self).__name__}._next({kl!r}, {n_steps!r}) returned {value!r}, but a coefficient must be finite and "
+                f"{self._coefficients}."
+            )
+        self._state = replace(self._state, value=bounded)
+        return self.value
+
+    def observe(self, batch: BatchMeasurement) -> float:
+        """
+        Take all that was measured on one generation batch. A controller that needs no more than the KL leaves this as it
+        is and gets [`~KLController.update`].
+
+        Args:
+            batch ([`BatchMeasurement`]):
+                What was measured.
+
+        Returns:
+            `float`: The new value.
+        """
+        return self.update(batch.kl, batch.completions)
+
+    @abstractmethod
+    def _next(self, kl: float, n_steps: float) -> float:
+        """
+        The next coefficient, before bounds. `kl` is finite and >= 0. A rule that remembers more than the coefficient
+        replaces `self._state` here; it need not set `value`.
+        """
+
+    def _is_coefficient(self, value: float) -> bool:
+        return value > 0 or (value == 0 and not self.multiplicative)
+
+    @property
+    def _coefficients(self) -> str:
+        return "positive" if self.multiplicative else ">= 0"
+
+    def _bound(self, value: float) -> float:
+        if "min_coef" in self.uses:
+            value = max(value, self.min_coef)
+        if "max_coef" in self.uses:
+            value = min(value, self.max_coef)
+        return value
+
+    def state_dict(self) -> dict[str, Any]:
+        """The changing part as plain JSON values. Settings are not in it: they come from the config."""
+        return asdict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """
+        Restore what [`~KLController.state_dict`] gave. A coefficient outside of the present bounds is moved to the
+        nearest one. Nothing is changed if the state is invalid.
+
+        Args:
+            state (`Mapping[str, Any]`):
+                The saved state.
+        """
+        expected = {field.name: field.default for field in fields(self.state_class)}
+        if not isinstance(state, Mapping):
+            raise ValueError(f"State of {type(self).__name__} must be a dict, but got {state!r}.")
+        for key in state:
+            if key not in expected:
+                raise ValueError(
+                    f"State of {type(self).__name__} has an unknown key {key!r} with value {state[key]!r}; the keys are "
+                    f"{', '.join(expected)}. Was it saved by another controller?"
+                )
+        for key, default in expected.items():
+            if key not in state:
+                raise ValueError(f"State of {type(self).__name__} lacks the key {key!r}: got {dict(state)!r}.")
+            if not is_finite_number(state[key]) and not (state[key] is None and default is None):
+                raise ValueError(f"State of {type(self).__name__}: {key!r} is {state[key]!r}, not a finite number.")
+        value = state["value"]
+        if not self._is_coefficient(value):
+            raise ValueError(
+                f"State of {type(self).__name__}: 'value' is {value!r}, but a coefficient must be {self._coefficients}."
+            )
+        numbers = {key: None if state[key] is None else float(state[key]) for key in expected}
+        self._state = self.state_class(**{**numbers, "value": self._bound(float(value))})  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(value={self.value}, target={self.target})"
