@@ -6,16 +6,17 @@ STAMP := $(VENV)/.installed
 CONSTRAINTS := .ci/constraints.txt
 # One test process per core: each of them computes on one thread.
 WORKERS ?= auto
-SOURCES := trl_klx recipes benchmarks tests docs
+SOURCES := trl_klx recipes benchmarks tests docs .ci
 BENCHMARKS := scans reference_memory robustness estimators overhead ppo soak
 OLDEST_TRL := 1.14.2
 OLDEST := $(VENV)/oldest-trl
-OLDEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,trl_contract parity grpo grpo_placements rloo callbacks cards completions))
+# What stands on TRL: every trainer, its references, and how it resumes.
+OLDEST_TESTS := tests/contract tests/trainers tests/resume
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-fast nightly test-engines test-vllm style quality bench bench-controllers docs clean
+.PHONY: demo test test-slow test-oldest nightly test-engines test-vllm upstream style quality bench bench-controllers docs clean
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -32,17 +33,27 @@ $(OLDEST)/.installed: $(STAMP)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OLDEST) trl==$(OLDEST_TRL)
 	touch $@
 
-test: $(STAMP) $(OLDEST)/.installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
-	KLX_EXPECTED_TRL=$(OLDEST_TRL) PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(OLDEST_TESTS)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-test-fast: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not nightly"
+# The answer for a newcomer, in minutes.
+test: $(STAMP)
+	$(PYTEST) -m "not slow and not nightly"
+
+# The rest of what CI runs: several trainings or processes each.
+test-slow: $(STAMP)
+	$(PYTEST) -m "slow and not nightly"
+
+test-oldest: $(STAMP) $(OLDEST)/.installed
+	KLX_EXPECTED_TRL=$(OLDEST_TRL) PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow and not nightly" $(OLDEST_TESTS)
+
+# What the newest TRL changed in the methods that we depend on.
+upstream: $(STAMP)
+	$(BIN)/python .ci/upstream.py
 
 # Every draw and every moment of a kill is another one each night. Over an hour.
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -q -s -m nightly
-	KLX_FUZZ_DRAWS=400 $(BIN)/python -m pytest -q -s --timeout 3600 tests/test_fuzz_*.py
+	KLX_FUZZ_DRAWS=400 $(BIN)/python -m pytest -q -s --timeout 3600 tests/fuzz
 
 test-engines: $(STAMP)
 	KLX_ENGINE_CASES=all $(BIN)/python -m pytest -q -s -m engines
@@ -59,7 +70,7 @@ $(VLLM)/.installed: $(CONSTRAINTS)
 	touch $@
 
 test-vllm: $(VLLM)/.installed
-	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest -q -s tests/with_vllm
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest -q -s tests/distributed/with_vllm
 
 style: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)

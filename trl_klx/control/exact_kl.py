@@ -22,9 +22,9 @@ def lm_head(model: nn.Module, temperature: float) -> Head:
     because an adapter may bring its own head, which is there only while the adapter is active. Gradients reach the head's
     weights unless they are sharded.
     """
-    model = causal_lm(model)
-    config = model.config.get_text_config()
-    head = model.get_output_embeddings()
+    base = causal_lm(model)
+    config = base.config.get_text_config()
+    head = base.get_output_embeddings()
     if isinstance(head, BaseTunerLayer):
         raise ValueError(
             "The 'full' KL cannot be used with an adapter on the LM head, which changes logits beyond its weights. Take "

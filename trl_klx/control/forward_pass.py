@@ -3,13 +3,16 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 from trl.trainer import utils as trl_utils
 
+
+if TYPE_CHECKING:
+    pass
 
 # TRL's names for what projects hidden states to log-probs, and for how many words of the vocabulary it does at a time.
 _PROJECTION, _TILE_WIDTH = "_ChunkedLogProbFunction", "_CHUNKED_LOGPROB_CHUNK_SIZE"
@@ -42,9 +45,7 @@ def captured_hidden(model: nn.Module, logits_to_keep: int) -> Iterator[list[torc
         hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
         captured.append(hidden[:, -logits_to_keep - 1 : -1])
 
-    backbone = causal_lm(model).base_model
-    assert isinstance(backbone, nn.Module)
-    handle = backbone.register_forward_hook(keep)
+    handle = causal_lm(model).base_model.register_forward_hook(keep)
     try:
         yield captured
     finally:

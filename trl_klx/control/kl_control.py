@@ -1,6 +1,7 @@
 """KL control of one run: which KL is measured, what it says, and how the coefficient follows."""
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,13 +9,15 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from ..controllers.base import KLController
+from ..controllers.base import BatchMeasurement, KLController
 from ..controllers.drift import DriftMonitor
+from ..maths._tensors import wide_dtype
 from ..maths.estimators import estimate_full_kl, estimate_kl, full_kl_and_logps
-from ..maths.totals import kl_totals
+from ..maths.totals import kl_totals, sum_kl_per_sequence
 from ..references.base import KLReference
 from .exact_kl import Head
 from .rollout import Rollout, Scored, TokenKL
+from .step_clock import StepClock
 
 
 logger = get_logger(__name__)
@@ -79,6 +82,7 @@ class KLControl:
         self.penalises = penalises
         self.name = name
         self.ignored = ignored
+        self.clock = StepClock()
 
     # ---- One generation batch ----
 
@@ -143,7 +147,14 @@ class KLControl:
         return TokenKL(by(self.estimator), by(self.statistic), by("k1"))
 
     @torch.no_grad()
-    def add(self, rollout: Rollout, kl: TokenKL, mask: torch.Tensor, adjustment: torch.Tensor | None = None) -> None:
+    def add(
+        self,
+        rollout: Rollout,
+        kl: TokenKL,
+        mask: torch.Tensor,
+        adjustment: torch.Tensor | None = None,
+        advantages: torch.Tensor | None = None,
+    ) -> None:
         """
         Add a measured batch, or micro-batch, to the sums of a rollout.
 
@@ -156,12 +167,23 @@ class KLControl:
                 Tokens whose KL counts.
             adjustment (`torch.Tensor` of shape `(B, T)`, *optional*):
                 What the penalty adds to the advantages.
+            advantages (`torch.Tensor` of shape `(B,)`, *optional*):
+                Centered advantages without the penalty, from which controllers see how the reward drives the KL.
         """
-        rollout.sums.add("kl", *kl_totals(kl.statistic, mask))  # sum, tokens, completions with tokens
-        rollout.sums.add("k1", kl_totals(kl.k1, mask)[0])
-        rollout.sums.add("completions", torch.tensor(float(mask.size(0)), device=mask.device))
+        sums, dtype = rollout.sums, wide_dtype(mask.device)
+        sums.add("kl", *kl_totals(kl.statistic, mask))  # sum, tokens, completions with tokens
+        sums.add("k1", kl_totals(kl.k1, mask)[0])
+        sums.add("completions", torch.tensor(float(mask.size(0)), device=mask.device))
+        # For the standard error of a ratio of sums: KL and size of each completion, squared and multiplied.
+        totals = sum_kl_per_sequence(kl.statistic, mask).to(dtype)
+        sizes = (mask.any(dim=1) if self.unit == "sequence" else mask.sum(dim=1)).to(dtype)
+        sums.add("squares", totals.square().sum(), (totals * sizes).sum(), sizes.square().sum())
         if adjustment is not None:
-            rollout.sums.add("adjustment", adjustment.abs().sum())
+            sums.add("adjustment", adjustment.abs().sum())
+        if advantages is not None:
+            k1 = torch.where(mask, kl.k1.float(), 0.0).to(dtype)
+            drives = advantages.to(dtype) * k1.sum(dim=1)
+            sums.add("drive", drives.sum(), drives.square().sum(), k1.square().sum(), advantages.abs().sum())
 
     def finish(
         self, rollout: Rollout, reduce: Callable[[torch.Tensor], torch.Tensor], train: bool
@@ -196,8 +218,9 @@ class KLControl:
         if "adjustment" in sums:
             metrics["adjustment_abs_mean"] = sums["adjustment"][0] / tokens
         if train:
+            steps, learning_rate = self.clock.pop()
             if self.penalises:
-                self.controller.update(kl, int(sums["completions"][0]))
+                self.controller.observe(_measurement(kl, per, sums, steps, learning_rate))
             warning = None if self.drift is None else self.drift.update(kl)
             if warning is not None:
                 logger.warning(warning)
@@ -214,6 +237,7 @@ class KLControl:
                 "state": self.controller.state_dict(),
             },
             "drift": None if self.drift is None else self.drift.state_dict(),
+            "clock": self.clock.state_dict(),
             "reference": self.reference.identity,
         }
 
@@ -228,6 +252,7 @@ class KLControl:
                 Where it comes from, for messages.
         """
         self._load_controller(state["controller"], source)
+        self.clock.load_state_dict(state.get("clock"), source)
         if self.drift is not None and state.get("drift") is not None:
             try:
                 self.drift.load_state_dict(state["drift"])
@@ -248,3 +273,29 @@ class KLControl:
             self.controller.load_state_dict(saved.get("state"))  # type: ignore[arg-type]
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"Cannot resume: the controller state in {source!r} is not valid ({error}).") from error
+
+
+def _measurement(
+    kl: float, per: float, sums: Mapping[str, list[float]], steps: float, learning_rate: float | None
+) -> BatchMeasurement:
+    """What a controller may see of a batch, from the batch's sums."""
+    squares, products, sizes = sums["squares"]
+    completions = sums["completions"][0]
+    seen: dict[str, float | None] = {}
+    if "drive" in sums:
+        drive, drive_squares, drag, size = sums["drive"]
+        mean = drive / completions
+        seen = {
+            # Rewards that do not differ drive nothing; what is left of them is rounding.
+            "drive": mean if size > 1e-6 * completions else 0.0,
+            "drag": drag / completions,
+            "drive_error": math.sqrt(max(drive_squares / completions - mean**2, 0.0) / completions),
+        }
+    return BatchMeasurement(
+        kl=kl,
+        completions=completions,
+        optimizer_steps=steps,
+        learning_rate=learning_rate,
+        standard_error=math.sqrt(max(squares - 2.0 * kl * products + kl**2 * sizes, 0.0)) / per,
+        **seen,
+    )

@@ -77,6 +77,10 @@ class Rollout:
             A pass over the policy without dropout: `policy` itself where the policy has no dropout.
         reference ([`Scored`], *optional*):
             The pass over the reference.
+        prompt_ids (`list[list[int]]`, *optional*):
+            Tokens of each prompt, before TRL has padded them.
+        completion_ids (`list[list[int]]`, *optional*):
+            Tokens of each completion, those of tools among them, before TRL has padded them.
         tool_masks (`list[list[int]]`, *optional*):
             Which tokens of each completion the policy wrote itself, before TRL has padded them.
         penalties (`torch.Tensor` of shape `(B,)`, *optional*):
@@ -92,11 +96,14 @@ class Rollout:
     policy: Scored | None = None
     clean: Scored | None = None
     reference: Scored | None = None
+    prompt_ids: list[list[int]] | None = None
+    completion_ids: list[list[int]] | None = None
     tool_masks: list[list[int]] | None = None
     penalties: torch.Tensor | None = None
     rewards: torch.Tensor | None = None
 
     def forget_passes(self) -> None:
-        """Let go of the tensors of the forward passes: what the loss needs is in TRL's batch by now."""
+        """Let go of the forward passes and of the tokens: what the loss needs is in TRL's batch by now."""
         self.policy = self.clean = self.reference = None
-        self.tool_masks = self.penalties = self.rewards = None
+        self.prompt_ids = self.completion_ids = self.tool_masks = None
+        self.penalties = self.rewards = None

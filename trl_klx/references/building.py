@@ -4,8 +4,8 @@ import os
 from collections.abc import Collection
 from typing import Any, Protocol, cast
 
-from accelerate import Accelerator  # type: ignore[import-untyped]
-from accelerate.utils import is_peft_model  # type: ignore[import-untyped]
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
 from peft import PeftModel
 from torch import nn
 

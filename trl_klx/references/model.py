@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from accelerate import Accelerator  # type: ignore[import-untyped]
-from accelerate.utils import fsdp2_prepare_model  # type: ignore[import-untyped]
+from accelerate import Accelerator
+from accelerate.utils import fsdp2_prepare_model
 from torch import nn
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer import utils as trl_utils

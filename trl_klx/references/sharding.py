@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed.fsdp
-from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.distributed import all_gather
 from transformers.integrations import deepspeed as zero_loading
-from transformers.integrations import is_fsdp_enabled  # type: ignore[attr-defined]
+from transformers.integrations import is_fsdp_enabled
 
 
 if TYPE_CHECKING:

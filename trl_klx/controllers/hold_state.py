@@ -1,0 +1,133 @@
+"""What [`HoldKLController`] knows, and the numbers that it works with."""
+
+from dataclasses import dataclass, replace
+
+from .base import KLControllerState
+
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class HoldConstants:
+    """
+    Every number of [`HoldKLController`], and why it is what it is. None depends on the task, the unit of the KL, the
+    size of the batch or the learning rate.
+
+    Attributes:
+        momentum (`float`):
+            Adam's first beta. It decides how long the policy coasts.
+        horizon (`float`):
+            Optimizer steps in which the rest of the way is to be gone. Shorter overshoots, longer arrives late.
+        horizon_rollouts (`float`):
+            Rollouts that the horizon covers at least. A coefficient acts for one; it cannot correct sooner.
+        shortest_way (`float`):
+            Where the policy is slow, a deviation below this is met in proportion. Else noise alone would swing the
+            coefficient from end to end.
+        pace (`float`):
+            Share of its free speed at which the policy approaches. The rest is kept to learn how well the penalty brakes.
+        release, brake (`float`):
+            Limits of the push. Some penalty always stays; one batch brakes with at most twice the drive.
+        gusts (`float`):
+            Random push of one optimizer step, in units of the free speed. Gradient noise after momentum.
+        drift (`float`):
+            Change of `log hold` in one optimizer step at full speed. It sets how fast the law learns.
+        diffusion (`float`):
+            Gradient noise adds to the KL too, and the drive does not show it. It counts as this many times
+            `(drive_error / drive)^2` of the drive.
+        usual_diffusion, most_diffusion (`float`):
+            That share where no error of the drive is given, and the most that is believed.
+        spread (`float`):
+            Uncertainty of `log hold` before the KL has shown anything.
+        memory (`float`):
+            Batches in the mean of drive and drag. One batch of 32 completions scatters by half.
+        quietest, usual_noise (`float`):
+            Relative noise of a KL: the least that is believed, and what is assumed where none is given.
+        full_speed (`float`):
+            Free speed at which `drift` is quoted. A policy that moves less changes less.
+        first_way (`float`):
+            A first distance beyond this is where the run started, not where its first step led.
+        first_speed (`float`):
+            Least free speed where the run starts away from its reference, and the first step tells little.
+        integral (`float`):
+            Growth of `log hold` per unit of excess and of way. As the policy learns, the coefficient that holds it drifts,
+            and the filter alone would lag behind. In units of the way, it cannot wind up while nothing moves.
+        arrived (`float`):
+            Distance from which on it counts.
+        longest (`float`):
+            The most way of one rollout that it counts.
+        band (`float`):
+            Excess of the distance that counts as above the target, if its uncertainty is not larger.
+    """
+
+    momentum: float = 0.9
+    horizon: float = 7.0
+    horizon_rollouts: float = 3.0
+    shortest_way: float = 1 / 3
+    pace: float = 0.9
+    release: float = 0.9
+    brake: float = -1.0
+    gusts: float = 0.06
+    drift: float = 0.1
+    diffusion: float = 4.0
+    usual_diffusion: float = 1.2
+    most_diffusion: float = 2.5
+    spread: float = 0.5
+    memory: float = 40.0
+    quietest: float = 0.04
+    usual_noise: float = 0.1
+    full_speed: float = 0.09
+    first_way: float = 0.7
+    first_speed: float = 0.03
+    integral: float = 1.0
+    arrived: float = 0.8
+    longest: float = 0.1
+    band: float = 0.05
+
+
+@dataclass(frozen=True)
+class HoldKLControllerState(KLControllerState):
+    """
+    The coefficient, and what the law knows. `distance` is `sqrt(kl / target)`, `None` before the first KL above 0.
+    `speed` is its change per optimizer step. `free_speed` is the greatest one seen, per unit of learning rate, `None`
+    before the first move. `bias` is `log(hold / (drive / drag))`. `drive`, `drag` and `drive_size` are means of what the
+    batches showed, scaled to the target; `batches` is how many. `c..` is the covariance of distance, speed and bias.
+    `steps` and `rate` are the optimizer steps of the last rollout and their learning rate; `age` counts all steps.
+    """
+
+    distance: float | None = None
+    speed: float = 0.0
+    bias: float = 0.0
+    free_speed: float | None = None
+    drive: float = 0.0
+    drive_size: float = 0.0
+    drive_variance: float | None = None
+    drag: float = 0.0
+    batches: float = 0.0
+    c00: float = 0.0
+    c01: float = 0.0
+    c02: float = 0.0
+    c11: float = 0.0
+    c12: float = 0.0
+    c22: float = 0.0
+    steps: float = 1.0
+    rate: float = 1.0
+    live: float = 1.0
+    age: float = 0.0
+
+    @property
+    def covariance(self) -> Matrix:
+        return (
+            (self.c00, self.c01, self.c02),
+            (self.c01, self.c11, self.c12),
+            (self.c02, self.c12, self.c22),
+        )
+
+    def with_covariance(self, c: Matrix, **changes: float) -> "HoldKLControllerState":
+        return replace(self, c00=c[0][0], c01=c[0][1], c02=c[0][2], c11=c[1][1], c12=c[1][2], c22=c[2][2], **changes)
+
+
+def propagate(f: Matrix, c: Matrix) -> Matrix:
+    """`f c f^T`."""
+    fc = [[sum(f[i][m] * c[m][j] for m in range(3)) for j in range(3)] for i in range(3)]
+    return tuple(tuple(sum(fc[i][m] * f[j][m] for m in range(3)) for j in range(3)) for i in range(3))
