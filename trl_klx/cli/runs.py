@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..controllers.base import is_finite_number
 from .console import CLIError, progress
 
 
@@ -53,11 +54,8 @@ class Run:
         return ended or (self.max_steps > 0 and self.step >= self.max_steps)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Return the steps and values of one metric. Rows without a number for it are left out."""
-        # NaN and infinity were read as text.
-        points = [
-            (row["step"], row[key]) for row in self.rows if "step" in row and isinstance(row.get(key), int | float)
-        ]
+        """Return the steps and values of one metric. Rows without a finite number for it are left out."""
+        points = [(row["step"], row[key]) for row in self.rows if "step" in row and is_finite_number(row.get(key))]
         return [step for step, _ in points], [float(value) for _, value in points]
 
     def values(self, key: str) -> list[float]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
+from ..controllers.advice import KLAdviser
 from ..controllers.base import BatchMeasurement, KLController
 from ..controllers.drift import DriftMonitor
 from ..maths._tensors import wide_dtype
@@ -50,6 +51,8 @@ class KLControl:
             KL to hold, in nats.
         drift ([`DriftMonitor`], *optional*):
             Drift diagnostics.
+        adviser ([`KLAdviser`], *optional*):
+            Advice on what the controller cannot do.
         penalises (`bool`, *optional*, defaults to `True`):
             Whether the coefficient is applied. If `False`, the KL is only measured.
         name (`str`, *optional*, defaults to `"fixed"`):
@@ -68,6 +71,7 @@ class KLControl:
         unit: str = "sequence",
         target: float | None = None,
         drift: DriftMonitor | None = None,
+        adviser: KLAdviser | None = None,
         penalises: bool = True,
         name: str = "fixed",
         ignored: tuple[int, ...] = (),
@@ -79,6 +83,7 @@ class KLControl:
         self.unit = unit
         self.target = target
         self.drift = drift
+        self.adviser = adviser
         self.penalises = penalises
         self.name = name
         self.ignored = ignored
@@ -218,13 +223,23 @@ class KLControl:
         if "adjustment" in sums:
             metrics["adjustment_abs_mean"] = sums["adjustment"][0] / tokens
         if train:
-            steps, learning_rate = self.clock.pop()
-            if self.penalises:
-                self.controller.observe(_measurement(kl, per, sums, steps, learning_rate))
-            warning = None if self.drift is None else self.drift.update(kl)
-            if warning is not None:
-                logger.warning(warning)
+            self._learn(_measurement(kl, per, sums, *self.clock.pop()), rollout.coef)
         return metrics
+
+    def _learn(self, batch: BatchMeasurement, coef: float) -> None:
+        if self.penalises:
+            self.controller.observe(batch)
+        warning = None if self.drift is None else self.drift.update(batch.kl)
+        advice = None if self.adviser is None else self.adviser.update(batch, coef)
+        for text in (warning, advice):
+            if text is not None:
+                logger.warning(text)
+
+    def sum_up(self) -> None:
+        """Say in one line whether the target was held."""
+        if self.adviser is not None:
+            summary = self.adviser.summary()
+            (logger.info if summary.startswith("KL held") else logger.warning)(summary)
 
     # ---- State ----
 
@@ -237,6 +252,7 @@ class KLControl:
                 "state": self.controller.state_dict(),
             },
             "drift": None if self.drift is None else self.drift.state_dict(),
+            "advice": None if self.adviser is None else self.adviser.state_dict(),
             "clock": self.clock.state_dict(),
             "reference": self.reference.identity,
         }
@@ -253,11 +269,13 @@ class KLControl:
         """
         self._load_controller(state["controller"], source)
         self.clock.load_state_dict(state.get("clock"), source)
-        if self.drift is not None and state.get("drift") is not None:
-            try:
-                self.drift.load_state_dict(state["drift"])
-            except ValueError as error:
-                raise ValueError(f"Cannot resume: the drift window in {source!r} is not valid ({error})") from error
+        for name, part in (("drift", self.drift), ("advice", self.adviser)):
+            if part is not None and state.get(name) is not None:
+                try:
+                    part.load_state_dict(state[name])
+                except (TypeError, ValueError) as error:
+                    what = "drift window" if name == "drift" else "advice"
+                    raise ValueError(f"Cannot resume: the {what} in {source!r} is not valid ({error})") from error
 
     def _load_controller(self, saved: Mapping[str, Any], source: str) -> None:
         settings = {"name": self.name, "init_coef": self.controller.init_coef}

@@ -3,11 +3,25 @@
 import os
 import warnings
 from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
+from torch import nn
 
 from ..checkpoints.kl_state import read_json, write_json, write_weights
 from .value_function import VALUE_MODULE, ValueFunction
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from .config import KLXPPOConfig
+    from .reward_scaling import RewardScaler
+
+    # The mixin is only ever combined with a trainer, so it may use the trainer's attributes.
+    _Host = Trainer
+else:
+    _Host = object
 
 
 VALUE_FILE = "value_function.safetensors"
@@ -15,33 +29,40 @@ STATE_FILE = "ppo_state.json"
 RETURNS = "return_moments"
 
 
-class PPOCheckpointMixin:
+class PPOCheckpointMixin(_Host):
     """
-    Saves the value function and the state of the reward scaling in every checkpoint and restores them on resume; keeps
-    the value function out of what users load with `from_pretrained`.
+    Saves the value function, the units in which it counts, and the state of the reward scaling in every checkpoint, and
+    restores them on resume and with the best model. Keeps the value function out of what users load with
+    `from_pretrained`.
     """
 
-    value_function: ValueFunction | None = None
+    value_function: ValueFunction
+    if TYPE_CHECKING:
+        args: KLXPPOConfig
+        _ppo_scaler: RewardScaler
+
     _ppo_saving_checkpoint = False
 
-    def _save(self, output_dir=None, state_dict=None):
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is not None:
             state_dict = {key: value for key, value in state_dict.items() if not key.startswith(f"{VALUE_MODULE}.")}
         with self.value_function.hidden():
             super()._save(output_dir, state_dict)
 
-    def save_model(self, output_dir=None, _internal_call=False):
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
-        if self._ppo_saving_checkpoint:
-            # DeepSpeed's own files have the value function, and there alone is it whole.
-            values = None if self.is_deepspeed_enabled else self.value_function.state_dict()
-            if self.args.should_save:
-                state = self._ppo_scaler.state_dict() | {RETURNS: self.value_function.scale.state_dict()}
-                write_json(os.path.join(output_dir, STATE_FILE), state)
-                if values is not None:
-                    write_weights(os.path.join(output_dir, VALUE_FILE), values)
+        if not self._ppo_saving_checkpoint:
+            return
+        assert output_dir is not None
+        # DeepSpeed's own files have the value function, and there alone is it whole.
+        values = None if self.is_deepspeed_enabled else self.value_function.state_dict()
+        if self.args.should_save:
+            state = self._ppo_scaler.state_dict() | {RETURNS: self.value_function.scale.state_dict()}
+            write_json(os.path.join(output_dir, STATE_FILE), state)
+            if values is not None:
+                write_weights(os.path.join(output_dir, VALUE_FILE), values)
 
-    def _save_checkpoint(self, model, trial):
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Whether a checkpoint is saved at this step, and where, is not decided here.
         self._ppo_saving_checkpoint = True
         try:
@@ -49,17 +70,20 @@ class PPOCheckpointMixin:
         finally:
             self._ppo_saving_checkpoint = False
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # FSDP's own files have the value function too, and must find its place.
         with nullcontext() if self.is_fsdp_enabled else self.value_function.hidden():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._ppo_load_value(resume_from_checkpoint)
 
-    def _load_best_model(self):
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        assert best is not None
         with nullcontext() if self.is_fsdp_enabled or self.is_deepspeed_enabled else self.value_function.hidden():
             super()._load_best_model()
         if not self.is_deepspeed_enabled:
-            self._ppo_load_value(self.state.best_model_checkpoint)
+            self._ppo_load_value(best)
+        self._ppo_load_state(best)
 
     def _ppo_load_value(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, VALUE_FILE)
@@ -72,14 +96,16 @@ class PPOCheckpointMixin:
             # Torch goes on to list every weight.
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"Cannot resume: the value function in {path!r} cannot be loaded ({reason}). Pass the `value_model` of that "
-                "run, or none if it had none; or delete the file to start the value function anew."
+                f"Cannot resume: the value function in {path!r} cannot be loaded ({reason}). Build the trainer with the "
+                "`value_model` and `num_value_layers` of that run, or delete the file to start the value function anew."
             ) from error
 
-    def _load_optimizer_and_scheduler(self, checkpoint):
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
+        if checkpoint is not None:
+            self._ppo_load_state(checkpoint)
+
+    def _ppo_load_state(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, STATE_FILE)
         if os.path.isfile(path):
             state = read_json(path)
@@ -89,5 +115,5 @@ class PPOCheckpointMixin:
             warnings.warn(
                 f"The checkpoint {checkpoint!r} holds no state of `reward_scaling={self.args.reward_scaling!r}`: it starts "
                 "anew.",
-                stacklevel=2,
+                stacklevel=3,
             )

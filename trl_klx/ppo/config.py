@@ -1,38 +1,28 @@
-"""Config of PPO: today's fields, and those of TRL's former PPOConfig."""
+"""Config of PPO."""
 
 import math
-import warnings
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
 from ..trainers.config import KLXGRPOConfig
 from ..trainers.field_rules import FieldRule, number, one_of
+from .trl112_fields import TRL112_RULES, TRL112Fields
 
 
 class _OneGeneration(int):
-    """A 1 that passes GRPO's check for groups of two: PPO has a value function and needs no group."""
+    """
+    A 1 that passes TRL's check `num_generations < 2`. PPO has a value function and needs no group, but TRL's check stands
+    in the middle of one long `__post_init__`, and no setting switches it off. A 2 in its place would be the greater lie:
+    TRL and our own checks would then refuse odd batches, and accept `kl_centering="group"`. So `<` alone is untrue, and
+    only until `__post_init__` has put the plain number back.
+    """
 
-    def __lt__(self, other):
+    def __lt__(self, other: object) -> bool:
         return False
 
 
-# Fields of TRL 1.12's PPOConfig that live on under another name.
-RENAMED = {
-    "kl_coef": "kl_penalty_coef",
-    "response_length": "max_completion_length",
-}
-# Fields of TRL 1.12's PPOConfig that its trainer computed, and what they came from.
-COMPUTED = {
-    "world_size": "the number of processes that are launched",
-    "num_total_batches": "`total_episodes` divided by the completions of a rollout",
-    "batch_size": "`per_device_train_batch_size * gradient_accumulation_steps`, times the number of processes",
-    "local_batch_size": "`per_device_train_batch_size * gradient_accumulation_steps`",
-    "micro_batch_size": "`per_device_train_batch_size`, times the number of processes",
-    "mini_batch_size": "the completions of a rollout divided by `num_mini_batches`",
-    "local_mini_batch_size": "the completions of a rollout on one process divided by `num_mini_batches`",
-}
 REWARD_SCALINGS = ("none", "running", "ref")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 
@@ -60,7 +50,7 @@ PPO_RULES = {
     "cliprange_reward": number("> 0", 0.0, "Leave it unset to clip no score.", above=True),
     "num_layers_unfrozen": number(">= 1", 1, "Leave it unset to train all layers.", kind=int),
     "stop_strings": FieldRule(
-        lambda value: isinstance(value, list) and value and all(isinstance(stop, str) and stop for stop in value),
+        lambda value: isinstance(value, list) and value != [] and all(isinstance(s, str) and s for s in value),
         "a list of texts",
         'Write it as ["Human:"], or leave it unset.',
     ),
@@ -68,11 +58,9 @@ PPO_RULES = {
         ">= 1", 1, "Leave it unset for `per_device_train_batch_size`.", kind=int
     ),
     "total_episodes": number(">= 1", 1, "Leave it unset and set `max_steps` or `num_train_epochs`.", kind=int),
-    "stop_token": one_of(("eos",), "EOS always ends a completion. For another end, set `stop_strings`."),
     "stop_token_id": number(">= 0", 0, "Leave it unset to end at EOS only.", kind=int),
-    "num_sample_generations": number(">= 0", 0, "Set `log_completions=True` instead.", kind=int),
-    "dataset_num_proc": number(">= 1", 1, "Leave it unset for one process.", kind=int),
     "loss_type": one_of(LOSS_TYPES, "Set it to one of them: they are PPO's clipped loss, averaged differently."),
+    **TRL112_RULES,
 }
 
 # Fields of GRPO that nothing in PPO reads, and what to set instead.
@@ -99,10 +87,11 @@ _PER_SEQUENCE = {
 
 
 @dataclass
-class KLXPPOConfig(KLXGRPOConfig):
+class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
     r"""
-    PPO on TRL's GRPO machinery, with the KL-control fields of [`KLXConfigMixin`] and the fields of TRL 1.12's
-    `PPOConfig`. Generation, reward functions, tools, vLLM and logging are configured as in [`~trl.GRPOConfig`].
+    PPO on TRL's GRPO machinery, with the KL-control fields of [`KLXConfigMixin`]. Generation, reward functions, tools,
+    vLLM and logging are configured as in [`~trl.GRPOConfig`]. The other fields of TRL 1.12's `PPOConfig` are those of
+    [`TRL112Fields`].
 
     One rollout is `per_device_train_batch_size * gradient_accumulation_steps` completions per process. It is split into
     `num_mini_batches` mini-batches, one optimizer step each, and gone through `num_ppo_epochs` times.
@@ -151,26 +140,8 @@ class KLXPPOConfig(KLXGRPOConfig):
             Completions per forward pass outside the loss. If unset, `per_device_train_batch_size`.
         total_episodes (`int`, *optional*):
             Length of the training in completions over all processes, rounded up to whole rollouts; sets `max_steps`.
-        stop_token (`str`, *optional*):
-            `"eos"`, which always ends a completion.
         stop_token_id (`int`, *optional*):
             Token that ends a completion, beside the EOS token.
-        model_adapter_name (`str`, *optional*):
-            Adapter of a `PeftModel` that is trained.
-        ref_adapter_name (`str`, *optional*):
-            Adapter of a `PeftModel` that is the reference.
-        sft_model_path (`str`, *optional*):
-            Policy, where the trainer is given none.
-        reward_model_path (`str`, *optional*):
-            Reward model, where the trainer is given no reward.
-        num_sample_generations (`int`, *optional*):
-            A positive number switches `log_completions` on.
-        dataset_num_proc (`int`, *optional*):
-            Processes that turn tokenized data (`input_ids`) into prompts.
-        kl_coef (`float`, *optional*):
-            Former name of `kl_penalty_coef`.
-        response_length (`int`, *optional*):
-            Former name of `max_completion_length`.
     """
 
     _algorithm: ClassVar[str] = "ppo"
@@ -256,37 +227,11 @@ class KLXPPOConfig(KLXGRPOConfig):
         default=None,
         metadata={"help": "Length of the training in completions over all processes; sets `max_steps`."},
     )
-    stop_token: str | None = field(
-        default=None, metadata={"help": "'eos', which always ends a completion.", "choices": ["eos"]}
-    )
     stop_token_id: int | None = field(
         default=None, metadata={"help": "Token that ends a completion, beside the EOS token."}
     )
-    model_adapter_name: str | None = field(
-        default=None, metadata={"help": "Adapter of a `PeftModel` that is trained."}
-    )
-    ref_adapter_name: str | None = field(
-        default=None, metadata={"help": "Adapter of a `PeftModel` that is the reference."}
-    )
-    sft_model_path: str | None = field(default=None, metadata={"help": "Policy, where the trainer is given none."})
-    reward_model_path: str | None = field(
-        default=None, metadata={"help": "Reward model, where the trainer is given no reward."}
-    )
-    num_sample_generations: int | None = field(
-        default=None, metadata={"help": "A positive number switches `log_completions` on."}
-    )
-    dataset_num_proc: int | None = field(
-        default=None, metadata={"help": "Processes that turn tokenized data into prompts."}
-    )
-    kl_coef: float | None = field(default=None, metadata={"help": "Former name of `kl_penalty_coef`."})
-    response_length: int | None = field(default=None, metadata={"help": "Former name of `max_completion_length`."})
 
-    def __new__(cls, *args, **kwargs):
-        for name in COMPUTED.keys() & kwargs.keys():
-            raise ValueError(f"`{name}={kwargs[name]!r}` cannot be set: it is {COMPUTED[name]}. Leave it out.")
-        return super().__new__(cls)
-
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._validate_ppo_values()
         self._map_former_fields()
         self._validate_ppo_combinations()
@@ -295,7 +240,9 @@ class KLXPPOConfig(KLXGRPOConfig):
         if self.num_generations == 1:
             self.num_generations = _OneGeneration(1)
         self._split_rollout()
-        super().__post_init__()
+        parent: Any = super()
+        parent.__post_init__()
+        assert self.generation_batch_size is not None and self.steps_per_generation is not None
         self.num_generations = int(self.num_generations)
         self._validate_scoring()
         if self.total_episodes is not None:
@@ -303,25 +250,7 @@ class KLXPPOConfig(KLXGRPOConfig):
             micro_batches = rollouts * self.num_ppo_epochs * self.steps_per_generation
             self.max_steps = math.ceil(micro_batches / self.gradient_accumulation_steps)
 
-    def _default(self, name: str):
-        return self.__dataclass_fields__[name].default
-
-    def _map_former_fields(self):
-        for old, new in RENAMED.items():
-            value = getattr(self, old)
-            if value is None:
-                continue
-            if getattr(self, new) not in (self._default(new), value):
-                raise ValueError(
-                    f"`{old}={value!r}` is the former name of `{new}`, which is {getattr(self, new)!r}. Set only `{new}`."
-                )
-            warnings.warn(f"`{old}` is now called `{new}`.", FutureWarning, stacklevel=4)
-            setattr(self, new, value)
-        if self.num_sample_generations:
-            warnings.warn("`num_sample_generations` is now `log_completions=True`.", FutureWarning, stacklevel=4)
-            self.log_completions = True
-
-    def _split_rollout(self):
+    def _split_rollout(self) -> None:
         """Turn the number of mini-batches into TRL's terms: micro-batches per rollout and per optimizer step."""
         if self.num_mini_batches == 1:
             return
@@ -346,9 +275,9 @@ class KLXPPOConfig(KLXGRPOConfig):
     @property
     def in_one_pass(self) -> bool:
         """Whether a whole rollout goes through the loss at once and only once."""
-        return self.steps_per_generation * self.num_ppo_epochs == 1
+        return self.steps_per_generation == self.num_ppo_epochs == 1
 
-    def _validate_scoring(self):
+    def _validate_scoring(self) -> None:
         size = self.local_rollout_forward_batch_size
         if size is not None and self.in_one_pass and not self.kl_enabled and not self.use_vllm:
             raise ValueError(
@@ -356,13 +285,13 @@ class KLXPPOConfig(KLXGRPOConfig):
                 "control, nothing is scored outside of the loss. Unset it."
             )
 
-    def _validate_ppo_values(self):
+    def _validate_ppo_values(self) -> None:
         for name, rule in PPO_RULES.items():
             value = getattr(self, name)
             if value is not None or self._default(name) is not None:
                 rule.check(name, value)
 
-    def _validate_ppo_combinations(self):
+    def _validate_ppo_combinations(self) -> None:
         if self.total_episodes is not None and self.max_steps > 0:
             raise ValueError(
                 f"`total_episodes={self.total_episodes}` and `max_steps={self.max_steps}` both set the length of the "
@@ -390,25 +319,10 @@ class KLXPPOConfig(KLXGRPOConfig):
                     f"`{name}={getattr(self, name)!r}` has no effect while `vf_coef=0.0`, which leaves the value function "
                     f"untrained. Unset `{name}`, or raise `vf_coef`."
                 )
-        self._validate_ppo_adapters()
+        self._validate_adapters()
         self._validate_ppo_stops()
 
-    def _validate_ppo_adapters(self):
-        name = self.ref_adapter_name
-        if name is None:
-            return
-        if self.kl_penalty_coef == 0.0 and not self.kl_monitor:
-            raise ValueError(
-                f"`ref_adapter_name={name!r}` has no effect while `kl_penalty_coef=0.0`. Unset it, or set "
-                "`kl_monitor=True` to only measure the KL."
-            )
-        if name == self.model_adapter_name:
-            raise ValueError(
-                f"`ref_adapter_name={name!r}` is the adapter that is trained (`model_adapter_name`): the KL would "
-                "always be 0. Choose another adapter."
-            )
-
-    def _validate_ppo_stops(self):
+    def _validate_ppo_stops(self) -> None:
         for name, vllm_name in (("stop_strings", "stop"), ("stop_token_id", "stop_token_ids")):
             value = getattr(self, name)
             if value is not None and self.use_vllm:

@@ -1,6 +1,7 @@
 """How PPO's critic is made and trained apart from the policy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -8,15 +9,29 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from ..control.forward_pass import causal_lm
 from .inputs import split_off
-from .value_function import ValueFunction, ValueHead, ValueModel, copy_top_layers
+from .policy_layers import copy_top_layers
+from .value_function import ValueFunction, ValueHead, ValueModel
 
 
-class CriticMixin:
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from .config import KLXPPOConfig
+
+    # The mixin is only ever combined with a trainer, so it may use the trainer's attributes.
+    _Host = Trainer
+else:
+    _Host = object
+
+
+class CriticMixin(_Host):
     """Gives the value function its own learning rate and its own gradient clipping."""
 
     value_function: ValueFunction
+    if TYPE_CHECKING:
+        args: KLXPPOConfig
 
-    def _ppo_value_module(self, policy: nn.Module, value_model: nn.Module | None) -> nn.Module:
+    def _ppo_value_module(self, policy: nn.Module, value_model: nn.Module | None) -> ValueHead | ValueModel:
         if value_model is not None:
             for name in ("num_value_layers", "value_head_detached"):
                 if getattr(self.args, name) != self.args._default(name):
@@ -30,10 +45,11 @@ class CriticMixin:
         hidden_size = causal_lm(policy).config.get_text_config().hidden_size
         # FSDP wants the parameters that it shards together to be of one type.
         dtype = trained.dtype if self.is_fsdp_enabled else torch.float32
-        layers = copy_top_layers(policy, self.args.num_value_layers)
+        # A value function that is not trained needs no layers.
+        layers = copy_top_layers(policy, self.args.num_value_layers if self.args.vf_coef > 0.0 else 0)
         return ValueHead(hidden_size, dtype, trained.device, self.args.seed, layers, self.args.value_head_detached)
 
-    def create_optimizer(self, *args, **kwargs):
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         theirs = self.optimizer
         optimizer = super().create_optimizer(*args, **kwargs)
         if theirs is None:
@@ -48,7 +64,9 @@ class CriticMixin:
             rate = max(self.args.learning_rate, min(1e-3, 0.1 / module.inner.in_features))
         return self.args.learning_rate if rate is None else rate
 
-    def _ppo_clip_gradients(self, clip: Callable, parameters, max_norm: float, norm_type: float = 2.0):
+    def _ppo_clip_gradients(
+        self, clip: Callable[..., Any], parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> Any:
         """Clip policy and value function each by its own norm, so that neither silences the other. Returns the policy's."""
         parameters = list(parameters)
         # As it is where DeepSpeed clips by itself. Elsewhere this only takes the scaling of fp16 off the gradients.

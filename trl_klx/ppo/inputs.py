@@ -1,17 +1,21 @@
 """What PPO's constructor takes, made into what TRL's trainers take today."""
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset  # type: ignore[import-untyped]
 from torch import nn
 
+from ..control.rollout import Rollout
 from ..references.kinds import chosen_reference_fields
 from .config import KLXPPOConfig
+from .rollout_tokens import RolloutTokens
 
 
-def with_prompts(dataset, processing_class, num_proc: int | None = None):
+def with_prompts(dataset: Any, processing_class: Any, num_proc: int | None = None) -> Any:
     """
     Give tokenized data, as TRL 1.12's PPO took it, the text prompts that TRL's trainers take today. Special tokens of
     the prompt stay in its text; padding goes, and so does the BOS token that the tokenizer puts before every text.
@@ -20,7 +24,7 @@ def with_prompts(dataset, processing_class, num_proc: int | None = None):
         return {name: with_prompts(split, processing_class, num_proc) for name, split in dataset.items()}
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return dataset
-    first = next(iter(dataset), {})
+    first: dict[str, Any] = next(iter(dataset), {})
     if "prompt" in first or "input_ids" not in first:
         return dataset
     if processing_class is None:
@@ -28,7 +32,7 @@ def with_prompts(dataset, processing_class, num_proc: int | None = None):
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
 
-    def real_ids(row) -> list[int]:
+    def real_ids(row: dict[str, Any]) -> list[int]:
         ids = list(row["input_ids"])
         if row.get("attention_mask") is not None:
             return [token for token, real in zip(ids, row["attention_mask"], strict=True) if real]
@@ -38,7 +42,7 @@ def with_prompts(dataset, processing_class, num_proc: int | None = None):
             ids = ids[:-1]
         return ids
 
-    def decode(row) -> dict[str, str]:
+    def decode(row: dict[str, Any]) -> dict[str, str]:
         ids = real_ids(row)
         ids = ids[1:] if adds_bos and ids[:1] == [tokenizer.bos_token_id] else ids
         return {"prompt": tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)}
@@ -55,9 +59,18 @@ def with_prompts(dataset, processing_class, num_proc: int | None = None):
 
 
 def collect_rewards(
-    args: KLXPPOConfig, reward_model, reward_funcs, reward_processing_classes, processing_class, value_model
-) -> tuple[list | None, list | None]:
-    """Reward functions and their tokenizers, the reward model the last of them."""
+    args: KLXPPOConfig,
+    reward_model: Any,
+    reward_funcs: Any,
+    reward_processing_classes: Any,
+    processing_class: Any,
+    value_model: nn.Module | None,
+    current_rollout: Callable[[], Rollout | None],
+) -> tuple[list[Any] | None, list[Any] | None]:
+    """
+    Reward functions and their tokenizers, the reward model the last of them. `current_rollout` gives the batch whose tokens
+    a reward model reads that has the policy's tokenizer.
+    """
     if reward_model is None and reward_funcs is None:
         reward_model = args.reward_model_path
     funcs = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
@@ -70,8 +83,7 @@ def collect_rewards(
         return funcs or None, reward_processing_classes
     classes = reward_processing_classes
     classes = [None] * len(funcs) if classes is None else classes if isinstance(classes, list) else [classes]
-    # A reward model given by path brings its own tokenizer.
-    own = None if isinstance(reward_model, str) else processing_class
+    own: Any = None  # A reward model given by path brings its own tokenizer.
     if isinstance(reward_model, nn.Module):
         labels = getattr(reward_model.config, "num_labels", None)
         if labels != 1:
@@ -80,10 +92,11 @@ def collect_rewards(
                 f"{type(reward_model).__name__} with `num_labels={labels}`."
             )
         reward_model.eval()
+        own = None if processing_class is None else RolloutTokens(processing_class, current_rollout)
     return [*funcs, reward_model], [*classes, own]
 
 
-def check_ref_model(args: KLXPPOConfig, model, ref_model: nn.Module | None) -> None:
+def check_ref_model(args: KLXPPOConfig, model: Any, ref_model: nn.Module | None) -> None:
     """Refuse a reference model that cannot be the reference, or that is not the only one."""
     if ref_model is None:
         return
@@ -102,7 +115,7 @@ def check_ref_model(args: KLXPPOConfig, model, ref_model: nn.Module | None) -> N
         )
 
 
-def activate_adapter(model, peft_config, name: str | None) -> None:
+def activate_adapter(model: Any, peft_config: Any, name: str | None) -> None:
     """Make the adapter that is to be trained the active one."""
     if name is None or (peft_config is not None and name == "default"):
         return
@@ -115,8 +128,9 @@ def activate_adapter(model, peft_config, name: str | None) -> None:
     model.set_adapter(name)
 
 
-def check_prompts(args: KLXPPOConfig, dataset) -> None:
+def check_prompts(args: KLXPPOConfig, dataset: Any) -> None:
     """Refuse data from which not one rollout can be filled: the sampler would give nothing, and training do nothing."""
+    assert args.generation_batch_size is not None
     needed = args.generation_batch_size // args.num_generations
     if isinstance(dataset, Dataset) and len(dataset) < needed:
         raise ValueError(
@@ -126,7 +140,7 @@ def check_prompts(args: KLXPPOConfig, dataset) -> None:
 
 
 def train_with_optimizer(
-    optimizer: torch.optim.Optimizer, scheduler, module: nn.Module, learning_rate: float | None
+    optimizer: torch.optim.Optimizer, scheduler: Any, module: nn.Module, learning_rate: float | None
 ) -> None:
     """Bring the value function into an optimizer that was made before it, with its own learning rate if there is one."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -25,12 +25,12 @@ class SkipPadding:
 
     pad_token_id: int
 
-    def __call__(self, module: nn.Module, args: tuple) -> tuple:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         tokens, *others = args
         return tokens.masked_fill(tokens == self.pad_token_id, 0), *others
 
 
-def _find_table(model: nn.Module) -> tuple[nn.Module, nn.Embedding] | None:
+def _find_table(model: Any) -> tuple[nn.Module, nn.Embedding] | None:
     """What the model calls with its tokens, and the table inside: PEFT may have wrapped the one around the other."""
     try:
         embedding = model.get_input_embeddings()
@@ -69,7 +69,7 @@ def skip_padding_in_policy(policy: nn.Module, pad_token_id: int | None) -> bool:
     [`skip_padding`] for the policy, and keep that id out of its configs wherever they are read to build a model:
     `from_pretrained` would look for the row.
     """
-    if not skip_padding(policy, pad_token_id):
+    if pad_token_id is None or not skip_padding(policy, pad_token_id):
         return False
     model = causal_lm(policy)
     for config in _configs_with(model, pad_token_id):
@@ -79,7 +79,7 @@ def skip_padding_in_policy(policy: nn.Module, pad_token_id: int | None) -> bool:
     return True
 
 
-def mask_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor, *others: Any) -> tuple:
+def mask_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor, *others: Any) -> tuple[Any, ...]:
     """
     Arguments of TRL's log-prob method, with 0 for padding. TRL looks up the log-prob of every token, and some versions do so
     for padding too.
@@ -99,14 +99,15 @@ def skip_padding_in_other_models(trainer: Any, value_model: nn.Module | None) ->
             skip_padding(trainer.accelerator.unwrap_model(model), padding)
 
 
-def _configs_with(model: nn.Module, pad_token_id: int) -> list[Any]:
+def _configs_with(model: Any, pad_token_id: int) -> list[Any]:
     configs = [model.config.get_text_config(), getattr(model, "generation_config", None)]
     return [config for config in configs if getattr(config, "pad_token_id", None) == pad_token_id]
 
 
 def _own_padding(model: nn.Module) -> int | None:
     """The padding with which the model was made."""
-    return _find_table(model)[1].padding_idx
+    found = _find_table(model)
+    return None if found is None else found[1].padding_idx
 
 
 @contextmanager
@@ -122,6 +123,6 @@ def _loadable(model: nn.Module, pad_token_id: int) -> Iterator[None]:
             config.pad_token_id = pad_token_id
 
 
-def _save_loadable(model: nn.Module, pad_token_id: int, save: Callable, *args, **kwargs):
+def _save_loadable(model: nn.Module, pad_token_id: int, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _loadable(model, pad_token_id):
         return save(*args, **kwargs)

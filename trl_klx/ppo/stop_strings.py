@@ -1,6 +1,7 @@
 """Texts that end a completion."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
@@ -24,11 +25,18 @@ class StopTexts(StopStringCriteria):
         super().__init__(tokenizer, texts)
         self.prompt_length = prompt_length
 
-    def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
-        return super().__call__(input_ids[:, self.prompt_length :], scores, **kwargs)
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        stopped: torch.Tensor = super().__call__(input_ids[:, self.prompt_length :], scores, **kwargs)
+        return stopped
 
 
-def generate_until(generate: Callable, tokenizer: PreTrainedTokenizerBase, texts: list[str], inputs=None, **kwargs):
+def generate_until(
+    generate: Callable[..., Any],
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    inputs: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
     """`generate` of a model, with texts that end a completion, beside EOS."""
     prompt = inputs if inputs is not None else kwargs.get("input_ids")
     criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])

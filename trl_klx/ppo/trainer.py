@@ -1,13 +1,12 @@
 """PPO on TRL's present stack, with KL control."""
 
 import functools
-import os
 import textwrap
 import warnings
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather, is_peft_model
-from datasets import Dataset
 from torch import nn
 from trl.trainer.utils import get_config_model_id
 
@@ -30,12 +29,14 @@ from .inputs import (
     with_prompts,
 )
 from .padding import mask_padding, skip_padding_in_other_models, skip_padding_in_policy
+from .policy_layers import freeze_bottom_layers
 from .reward_scaling import RewardScaler
-from .stop_strings import generate_until, holds_text
-from .value_function import ValueFunction, ValueHead, call_without_value, freeze_bottom_layers
+from .scoring import ScoringMixin
+from .trl112_methods import TRL112Methods
+from .value_function import ValueFunction, ValueHead, call_without_value
 
 
-class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
+class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods, KLXGRPOTrainer):
     """
     Proximal Policy Optimization on TRL's GRPO machinery: text and conversational prompts, reward functions and reward
     models, PEFT, tools, vLLM and continuous batching as in [`~trl.GRPOTrainer`], with a value function, generalized
@@ -55,7 +56,9 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
             Reference. If unset, the one that the config asks for: by default the initial policy, or the base model under
             PEFT.
         reward_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Reward model; the same as one more entry of `reward_funcs`. Tokenized as the policy is.
+            Reward model; one more entry of `reward_funcs`. A model reads the token ids of the rollout, and so must share
+            the policy's tokenizer; pass one with another tokenizer in `reward_funcs` and `reward_processing_classes`. A
+            path brings its own tokenizer, and reads the text.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
             Dataset with a `prompt` column, or with tokenized prompts in `input_ids`.
         value_model ([`~transformers.PreTrainedModel`], *optional*):
@@ -90,28 +93,37 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
                 eprint       = {arXiv:1707.06347}
             }"""),
     }
-    _config_class = KLXPPOConfig
+    _config_class: type[KLXPPOConfig] = KLXPPOConfig
+    if TYPE_CHECKING:
+        args: KLXPPOConfig
+        value_function: ValueFunction
+        reward_funcs: Any
+        reward_func_names: Any
+        reward_processing_classes: Any
+        reward_weights: Any
+        _logs: Any
+        _metrics: Any
     # PPO looks at every batch, whether or not the KL is measured.
     _klx_active = True
 
     def __init__(
         self,
         args: KLXPPOConfig | None = None,
-        processing_class=None,
-        model=None,
+        processing_class: Any = None,
+        model: Any = None,
         ref_model: nn.Module | None = None,
-        reward_model=None,
-        train_dataset=None,
+        reward_model: Any = None,
+        train_dataset: Any = None,
         value_model: nn.Module | None = None,
-        data_collator=None,
-        eval_dataset=None,
-        optimizers=(None, None),
-        callbacks=None,
-        peft_config=None,
+        data_collator: Any = None,
+        eval_dataset: Any = None,
+        optimizers: Any = (None, None),
+        callbacks: Any = None,
+        peft_config: Any = None,
         *,
-        reward_funcs=None,
-        reward_processing_classes=None,
-        **kwargs,
+        reward_funcs: Any = None,
+        reward_processing_classes: Any = None,
+        **kwargs: Any,
     ):
         if args is not None and not isinstance(args, KLXPPOConfig):
             raise TypeError(f"`args` must be a `KLXPPOConfig`, got `{type(args).__name__}`.")
@@ -125,10 +137,17 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
             warnings.warn("`data_collator` is not used: the trainer pads the prompts itself.", stacklevel=2)
         check_ref_model(args, model, ref_model)
         reward_funcs, reward_processing_classes = collect_rewards(
-            args, reward_model, reward_funcs, reward_processing_classes, processing_class, value_model
+            args,
+            reward_model,
+            reward_funcs,
+            reward_processing_classes,
+            processing_class,
+            value_model,
+            lambda: self._klx_rollout,
         )
         activate_adapter(model, peft_config, args.model_adapter_name)
-        super().__init__(
+        parent: Any = super()
+        parent.__init__(
             model,
             reward_funcs,
             args,
@@ -153,13 +172,12 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
             train_with_optimizer(self.optimizer, self.lr_scheduler, self.value_function.module, rate)
         self._ppo_scaler = RewardScaler(self.args.reward_scaling, self.args.cliprange_reward)
         self._ppo_stop_at(policy)
-        self.accelerator.clip_grad_norm_ = functools.partial(
-            self._ppo_clip_gradients, self.accelerator.clip_grad_norm_
-        )
+        accelerator: Any = self.accelerator
+        accelerator.clip_grad_norm_ = functools.partial(self._ppo_clip_gradients, accelerator.clip_grad_norm_)
         if self.use_vllm:
             # vLLM is sent every parameter of the policy, and has no place for a value function.
-            sync_weights = self.vllm_generation.sync_weights
-            self.vllm_generation.sync_weights = functools.partial(call_without_value, policy, sync_weights)
+            engine: Any = self.vllm_generation
+            engine.sync_weights = functools.partial(call_without_value, policy, engine.sync_weights)
 
     # ---- Construction ----
 
@@ -174,36 +192,11 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
             )
         freeze_bottom_layers(policy, self.args.num_layers_unfrozen)
 
-    def _ppo_stop_at(self, policy: nn.Module) -> None:
-        """Let a token or a text of the user's end a completion, beside EOS."""
-        stop = self.args.stop_token_id
-        if stop is not None and stop not in self.eos_token_ids:
-            # Not in place: the list may be that of the policy's own generation config.
-            self.eos_token_ids = [*self.eos_token_ids, stop]
-            self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
-        if self.args.stop_strings:
-            policy.generate = functools.partial(
-                generate_until, policy.generate, self._tokenizer, self.args.stop_strings
-            )
-
-    # ---- Generation ----
-
-    def _generate_single_turn(self, *args, **kwargs):
-        completion_ids, *others = super()._generate_single_turn(*args, **kwargs)
-        if self.args.stop_strings:
-            # TRL ends a completion at EOS. After a text, `generate` goes on with padding up to the longest completion.
-            completion_ids = [self._ppo_unpadded(ids) for ids in completion_ids]
-        return completion_ids, *others
-
-    def _ppo_unpadded(self, ids: list[int]) -> list[int]:
-        end = len(ids)
-        while end > 1 and ids[end - 1] == self._tokenizer.pad_token_id:
-            end -= 1
-        return ids[:end] if holds_text(self._tokenizer, self.args.stop_strings, ids[:end]) else ids
-
     # ---- Forward passes ----
 
-    def _klx_forward(self, model, args: tuple, kwargs: dict, check: bool = True) -> tuple[tuple, Scored]:
+    def _klx_forward(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool = True
+    ) -> tuple[Any, Scored]:
         args = mask_padding(*args) if self._ppo_masks_padding else args
         if not torch.is_grad_enabled() and self.args.local_rollout_forward_batch_size is not None:
             kwargs = kwargs | {"batch_size": self.args.local_rollout_forward_batch_size}
@@ -217,21 +210,13 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
         scored.values = torch.cat(values)  # (B, T)
         return output, scored
 
-    def _klx_forward_arguments(self, batch: Batch) -> tuple[tuple, dict]:
+    def _klx_forward_arguments(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = super()._klx_forward_arguments(batch)
         args = mask_padding(*args) if self._ppo_masks_padding else args
         size = self.args.local_rollout_forward_batch_size
         return args, kwargs if size is None else kwargs | {"batch_size": size}
 
     # ---- One rollout ----
-
-    def _calculate_rewards(self, *args, **kwargs):
-        rewards = super()._calculate_rewards(*args, **kwargs)  # of all processes
-        infinite = rewards.isinf()
-        self._klx_window[self._klx_mode].add("ppo/infinite_rewards", infinite.sum(), infinite.new_ones(()))
-        # One step on an infinite reward would leave no weight finite.
-        self._klx_rollout.rewards = rewards.masked_fill(infinite, torch.nan)
-        return self._klx_rollout.rewards
 
     @property
     def _ppo_in_one_pass(self) -> bool:
@@ -241,20 +226,27 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
         """
         return self._klx_mode == "eval" or self.args.in_one_pass
 
-    def _generate_and_score_completions(self, inputs):
+    def _generate_and_score_completions(self, inputs: Any) -> Batch:
         if self._klx_mode == "train":
             self.value_function.scale.advance()
-        return super()._generate_and_score_completions(inputs)
+        parent: Any = super()
+        batch: Batch = parent._generate_and_score_completions(inputs)
+        return batch
+
+    def _klx_reward_advantages(self, batch: Batch) -> torch.Tensor | None:
+        return None  # TRL's are those of groups
 
     def _klx_score_batch(self, batch: Batch, rollout: Rollout) -> None:
         if rollout.policy is None and not self._ppo_in_one_pass:
             rollout.policy = rollout.clean = self._klx_score_policy(*self._klx_forward_arguments(batch))
         super()._klx_score_batch(batch, rollout)
+        assert rollout.rewards is not None
         scores, scorable = self._ppo_score(batch, rollout.rewards)
         # TRL shuffles a batch before the loss.
         rows = torch.arange(len(scores), device=scores.device)
         batch |= {"ppo_scores": scores, "ppo_scorable": scorable, "ppo_rows": rows}
         if rollout.policy is not None:
+            assert rollout.policy.values is not None
             self._ppo_estimate(batch, rollout.policy.values)
 
     @torch.no_grad()
@@ -294,29 +286,6 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
                 logged.pop()
             logged.extend(means)
 
-    def _ppo_score(self, batch: Batch, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The score of each completion of this process, and whether it has one, from the rewards of all processes."""
-        unscorable = torch.isnan(rewards).all(dim=1)
-        scores = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        scores = self._ppo_scaler(scores, ~unscorable, update=self._klx_mode == "train")
-        size = batch["completion_ids"].size(0)
-        local = slice(self.accelerator.process_index * size, (self.accelerator.process_index + 1) * size)
-        scores, scorable = scores[local], ~unscorable[local]
-        if self.args.missing_eos_penalty is not None:
-            scores = torch.where(self._ppo_ended(batch), scores, scores - self.args.missing_eos_penalty)
-        return scores, scorable
-
-    def _ppo_ended(self, batch: Batch) -> torch.Tensor:
-        """Which completions came to an end of their own. With tools, an EOS token ends every turn: the last one counts."""
-        ids, lengths = batch["completion_ids"], batch["completion_mask"].sum(1)
-        last = ids.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-        ended = torch.isin(last, torch.tensor(self.eos_token_ids, device=ids.device))
-        if self.args.stop_strings:
-            rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
-            stopped = [holds_text(self._tokenizer, self.args.stop_strings, row) for row in rows]
-            ended = ended | torch.tensor(stopped, device=ids.device)
-        return ended
-
     def _ppo_whiten(self, values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
         moments = self.accelerator.reduce(masked_moments(values, mask), reduction="sum")
         return whiten_with_moments(values, mask, moments, shift_mean=shift_mean)
@@ -325,6 +294,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
 
     def _klx_before_advantages(self, inputs: Batch, policy: Scored) -> None:
         super()._klx_before_advantages(inputs, policy)
+        assert policy.values is not None
         if "ppo_mask" not in inputs:
             self._ppo_estimate(inputs, policy.values.detach())
         elif "klx_adjustment" in inputs:
@@ -332,6 +302,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
 
     def _klx_after_loss(self, loss: torch.Tensor, inputs: Batch, policy: Scored) -> torch.Tensor:
         loss = super()._klx_after_loss(loss, inputs, policy)
+        assert policy.values is not None
         mode, mask = self._klx_mode, inputs["ppo_mask"]
         scale = self.value_function.scale.std
         value_loss, clipped = clipped_value_loss(
@@ -353,38 +324,5 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, KLXGRPOTrainer):
         window.add("ppo/policy_loss", loss * steps, torch.ones_like(tokens))
         window.add("ppo/value_loss", value_loss * tokens, tokens)
         window.add("ppo/value_clip_ratio", clipped * tokens, tokens)
-        return loss + self.args.vf_coef * value_loss * tokens / normalizer
-
-    # ---- Metrics ----
-
-    def _klx_read_window(self, mode: str) -> dict[str, float]:
-        metrics = super()._klx_read_window(mode)
-        # Said here, where the numbers are waited for anyway.
-        if metrics.pop("ppo/infinite_rewards", 0.0) > 0:
-            warnings.warn("Infinite rewards are left out, as if the reward function had returned None.", stacklevel=2)
-        return metrics
-
-    def generate_completions(self, sampling: bool = False) -> None:
-        """
-        Complete the prompts of the evaluation data and show the completions; a method of TRL 1.12's trainer, with which
-        its scripts end.
-
-        Args:
-            sampling (`bool`, *optional*, defaults to `False`):
-                Whether one batch is enough.
-        """
-        warnings.warn(
-            "`generate_completions` is now `evaluate`, with `log_completions=True`.", FutureWarning, stacklevel=2
-        )
-        if self.eval_dataset is None:
-            return
-        dataset = self.eval_dataset
-        if sampling and isinstance(dataset, Dataset):
-            batch = self.args.per_device_eval_batch_size * self.accelerator.num_processes
-            dataset = dataset.select(range(min(len(dataset), batch // self.num_generations_eval)))
-        os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
-        logs, self.log_completions = self.log_completions, True
-        try:
-            self.evaluate(dataset)
-        finally:
-            self.log_completions = logs
+        total: torch.Tensor = loss + self.args.vf_coef * value_loss * tokens / normalizer
+        return total

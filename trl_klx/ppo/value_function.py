@@ -1,11 +1,11 @@
 """The value function of PPO: a branch off the policy's backbone, or a model of its own."""
 
-import copy
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +13,14 @@ from torch import nn
 from ..control.forward_pass import causal_lm
 from ..maths._tensors import wide_dtype
 from ..references.sharding import join_parts
+from .policy_layers import top_layers
 
 
 # Name under which the value function hangs on the policy, so that optimizer, DDP, FSDP and DeepSpeed see it.
 VALUE_MODULE = "klx_value"
+
+# Arguments of one call of a layer.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ValueHead(nn.Module):
@@ -35,7 +39,7 @@ class ValueHead(nn.Module):
         seed (`int`):
             Seed of the initialisation, so that every process starts alike.
         layers (`Iterable[nn.Module]`, *optional*, defaults to `()`):
-            Layers that the hidden states go through first; see [`copy_top_layers`].
+            Layers that the hidden states go through first; see [`~policy_layers.copy_top_layers`].
         detached (`bool`, *optional*, defaults to `True`):
             Whether gradients stop at the policy's hidden states, so that the value loss does not move the policy.
     """
@@ -62,7 +66,7 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.outer.bias)
         self.to(device=device, dtype=dtype).requires_grad_(True)
 
-    def forward(self, hidden: torch.Tensor, calls: list[tuple[tuple, dict]], keep: slice) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, calls: list[Call], keep: slice) -> torch.Tensor:
         """
         Args:
             hidden (`torch.Tensor`):
@@ -88,7 +92,8 @@ class ValueHead(nn.Module):
         # Autocast would compute in bf16 what is to be regressed on in fp32.
         with torch.autocast(kind, enabled=False):
             hidden = self.norm(hidden[:, keep].to(self.inner.weight.dtype))
-            return self.outer(torch.relu(self.inner(hidden))).squeeze(-1)
+            values: torch.Tensor = self.outer(torch.relu(self.inner(hidden))).squeeze(-1)
+        return values
 
 
 class ValueModel(nn.Module):
@@ -114,7 +119,8 @@ class ValueModel(nn.Module):
         """`(B, L)` tokens to `(B, L)` values."""
         model = causal_lm(self.model)  # without the wrapper of PEFT, whose layers are inside
         hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        return model.score(hidden).squeeze(-1)
+        values: torch.Tensor = model.score(hidden).squeeze(-1)
+        return values
 
 
 class ReturnScale:
@@ -127,8 +133,10 @@ class ReturnScale:
 
     DECAY = 0.9  # of the weight of a rollout, with every rollout that follows it
 
-    def __init__(self):
-        self._moments = self._next = None  # count, sum and sum of squares
+    def __init__(self) -> None:
+        # Count, sum and sum of squares: those in use, and those of the next rollout.
+        self._moments: torch.Tensor | None = None
+        self._next: torch.Tensor | None = None
 
     def observe(self, moments: torch.Tensor) -> None:
         """Take in the moments of a rollout's returns over all processes."""
@@ -151,16 +159,23 @@ class ReturnScale:
         variance = (squares - total.square()).float()
         return torch.where(variance > 1e-12 * squares, variance, 1.0).sqrt()
 
-    def state_dict(self) -> list[float] | None:
-        return None if self._next is None else self._next.tolist()
+    def state_dict(self) -> dict[str, list[float] | None]:
+        moments = {"in_use": self._moments, "next": self._next}
+        return {name: None if tensor is None else tensor.tolist() for name, tensor in moments.items()}
 
-    def load_state_dict(self, state: list[float] | None, device: torch.device) -> None:
-        """Load what [`~ReturnScale.state_dict`] returned."""
-        if state is not None and not (len(state) == 3 and all(math.isfinite(number) for number in state)):
+    def load_state_dict(self, state: dict[str, list[float] | None] | None, device: torch.device) -> None:
+        """Load what [`~ReturnScale.state_dict`] returned; `None` starts anew."""
+        self._moments, self._next = (self._read((state or {}).get(name), device) for name in ("in_use", "next"))
+
+    @staticmethod
+    def _read(moments: list[float] | None, device: torch.device) -> torch.Tensor | None:
+        if moments is None:
+            return None
+        if not (len(moments) == 3 and all(math.isfinite(number) for number in moments)):
             raise ValueError(
-                f"Cannot resume: the moments of the returns are {state!r}, expected three finite numbers."
+                f"Cannot resume: the moments of the returns are {moments!r}, expected three finite numbers."
             )
-        self._next = None if state is None else torch.tensor(state, dtype=wide_dtype(device), device=device)
+        return torch.tensor(moments, dtype=wide_dtype(device), device=device)
 
 
 class ValueFunction:
@@ -175,14 +190,14 @@ class ValueFunction:
             What computes the values.
     """
 
-    def __init__(self, policy: nn.Module, module: nn.Module):
+    def __init__(self, policy: Any, module: "ValueHead | ValueModel"):
         self.policy = policy
         self.module = module
         self.scale = ReturnScale()
         self._keep: int | None = None
         self._current: torch.Tensor | None = None
         self._recorded: list[torch.Tensor] = []
-        self._calls: list[tuple[tuple, dict]] = []
+        self._calls: list[Call] = []
         policy.add_module(VALUE_MODULE, module)
         if isinstance(module, ValueHead):
             for layer in top_layers(policy, len(module.layers)):
@@ -193,30 +208,39 @@ class ValueFunction:
         # saves itself, where a closure would go on saving the original.
         policy.save_pretrained = functools.partial(call_without_value, policy, policy.save_pretrained)
 
-    def _before_layer(self, module, args, kwargs) -> None:
+    def _before_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A checkpointed layer is called again in the backward pass, when nothing is recorded.
         if self._keep is not None:
             self._calls.append((args, kwargs))
 
-    def _after_backbone(self, module, args, output) -> None:
+    def _after_backbone(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._keep is None:
             return
+        assert isinstance(self.module, ValueHead)
         calls, self._calls = [_split_hidden(*call) for call in self._calls], []
         hidden = calls[0][0] if calls else output.last_hidden_state
+        if len(calls) != len(self.module.layers) or hidden.dim() != 3:
+            raise ValueError(
+                f"`num_value_layers={len(self.module.layers)}` does not fit this policy, whose top layers are called "
+                f"{len(calls)} times in a forward pass, with hidden states of shape {tuple(hidden.shape)}. Set "
+                "`num_value_layers=0`, or pass a `value_model`."
+            )
         # The state before token t is the position that predicts it.
         values = self.module(hidden, [call[1:] for call in calls], slice(-self._keep - 1, -1)).float()
         self._current = self.scale.mean + self.scale.std * values
 
-    def _after_policy(self, module, args, kwargs, output):
+    def _after_policy(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._keep is None:
             return None
         if isinstance(self.module, ValueModel):
             values = self.module(kwargs["input_ids"], kwargs["attention_mask"])
             self._current = values[:, -self._keep - 1 : -1].float()
         values, self._current = self._current, None
+        assert values is not None
         self._recorded.append(values)
         # DDP takes the parameters for unused from which no output is reached.
-        return _class_with_values(type(output))(**output, klx_values=values)
+        output_class: Any = type(output)
+        return _class_with_values(output_class)(**output, klx_values=values)
 
     @contextmanager
     def recording(self, logits_to_keep: int) -> Iterator[list[torch.Tensor]]:
@@ -234,8 +258,11 @@ class ValueFunction:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load what [`~ValueFunction.state_dict`] returned, each process its shard."""
-        own = dict(state)
-        for name, slot in self.module.state_dict().items():
+        own, slots = dict(state), self.module.state_dict()
+        saved, expected = _count_layers(own), _count_layers(slots)
+        if isinstance(self.module, ValueHead) and saved != expected and "outer.weight" in own:
+            raise ValueError(f"it has {saved} layers of the policy's, and this trainer's has {expected}")
+        for name, slot in slots.items():
             if name in own and hasattr(slot, "full_tensor"):
                 from torch.distributed.tensor import distribute_tensor
 
@@ -247,15 +274,21 @@ class ValueFunction:
         return _without_value(self.policy)
 
 
-def _split_hidden(args: tuple, kwargs: dict) -> tuple[torch.Tensor, tuple, dict]:
+def _split_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
     """The hidden states that a layer is given, and its other arguments."""
     if args:
         return args[0], args[1:], kwargs
     return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
+def _count_layers(state: dict[str, torch.Tensor]) -> int:
+    return len({name.split(".")[1] for name in state if name.startswith("layers.")})
+
+
 @functools.cache
-def _class_with_values(output_class: type) -> type:
+def _class_with_values(output_class: Any) -> Any:
     """The output class of a model with one more field. DDP builds outputs anew, and only from fields that they have."""
     field = ("klx_values", torch.Tensor | None, dataclasses.field(default=None))
     return dataclasses.make_dataclass(f"{output_class.__name__}WithValues", [field], bases=(output_class,))
@@ -272,59 +305,7 @@ def _without_value(policy: nn.Module) -> Iterator[None]:
             policy._modules[VALUE_MODULE] = module
 
 
-def call_without_value(policy: nn.Module, method: Callable, *args, **kwargs):
+def call_without_value(policy: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call something that goes through the policy's parameters, with the value function taken off."""
     with _without_value(policy):
         return method(*args, **kwargs)
-
-
-def layer_stack(policy: nn.Module) -> nn.ModuleList | None:
-    """The policy's layers, from the bottom up."""
-    model = causal_lm(policy)
-    depth = model.config.get_text_config().num_hidden_layers
-    return next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
-
-
-def top_layers(policy: nn.Module, count: int) -> list[nn.Module]:
-    """The top `count` layers of the policy."""
-    stack = layer_stack(policy) if count else []
-    return list(stack)[len(stack) - count :]
-
-
-def copy_top_layers(policy: nn.Module, count: int) -> list[nn.Module]:
-    """Copies of the top `count` layers of the policy, all of them if it has fewer, without the adapters of PEFT."""
-    stack = layer_stack(policy)
-    sizes = [] if stack is None else [parameter.numel() for parameter in stack[-1].parameters()]
-    floating = stack is not None and all(parameter.is_floating_point() for parameter in stack[-1].parameters())
-    if count and not (floating and all(sizes)):
-        raise ValueError(
-            f"`num_value_layers={count}` cannot copy layers of this policy: they are quantized, spread over processes, or "
-            "not in one list. Set `num_value_layers=0` for a value head on its last hidden states."
-        )
-    copies = [copy.deepcopy(layer) for layer in top_layers(policy, min(count, len(stack or ())))]
-    for layer in copies:
-        for parent in list(layer.modules()):
-            for name, child in parent.named_children():
-                if hasattr(child, "base_layer"):
-                    setattr(parent, name, child.base_layer)
-    return copies
-
-
-def freeze_bottom_layers(policy: nn.Module, num_layers_unfrozen: int) -> None:
-    """
-    Freeze the embeddings, those of positions too, and all but the top `num_layers_unfrozen` layers. The final norm stays
-    trainable, and so does an LM head that is not tied to the embeddings.
-    """
-    model, stack = causal_lm(policy), layer_stack(policy)
-    depth = model.config.get_text_config().num_hidden_layers
-    if not 0 < num_layers_unfrozen <= depth or stack is None:
-        raise ValueError(
-            f"`num_layers_unfrozen={num_layers_unfrozen}` does not fit a model of {depth} layers. Choose 1 to {depth}, or "
-            "leave it unset to train all of them."
-        )
-    for layer in stack[: depth - num_layers_unfrozen]:
-        layer.requires_grad_(False)
-    layers = set(stack.modules())
-    for name, module in model.base_model.named_modules():
-        if module not in layers and (isinstance(module, nn.Embedding) or "embed" in name):
-            module.requires_grad_(False)

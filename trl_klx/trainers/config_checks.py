@@ -4,12 +4,21 @@ import json
 import os
 import warnings
 from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from ..control.placements import list_placements
 from ..controllers.base import KLController
 from ..controllers.registry import get_kl_controller_class, list_kl_controllers
 from ..references.kinds import REFERENCE_FIELDS, chosen_reference_fields
 from .field_rules import KL_RULES, one_of
+from .kl_fields import KLFields
+
+
+if TYPE_CHECKING:
+    # The fields are only ever combined with a TRL config, so the checks may use its attributes.
+    from .trl_hosts import TRLConfig as _Host
+else:
+    _Host = object
 
 
 # The fields that still mean something when the KL is only measured.
@@ -37,17 +46,17 @@ def get_kl_controller_class_or_raise(name: str) -> type[KLController]:
     return get_kl_controller_class(name)
 
 
-class KLConfigChecks:
-    """The checks of [`KLXConfigMixin`], apart from its fields."""
+class KLConfigChecks(KLFields, _Host):
+    """The checks of the KL fields, by themselves and together with TRL's."""
 
-    def _validate_kl_values(self):
+    def _validate_kl_values(self) -> None:
         if isinstance(self.kl_ref_adapter_path, os.PathLike):
             self.kl_ref_adapter_path = os.fspath(self.kl_ref_adapter_path)
         if isinstance(self.kl_ignore_tokens, list):
             # A command line gives ids as strings.
-            self.kl_ignore_tokens = [
-                int(t) if isinstance(t, str) and t.isdecimal() else t for t in self.kl_ignore_tokens
-            ]
+            tokens: list[Any] = self.kl_ignore_tokens
+            tokens = [int(token) if isinstance(token, str) and token.isdecimal() else token for token in tokens]
+            self.kl_ignore_tokens = tokens
         if isinstance(self.kl_controller_kwargs, str):
             try:
                 self.kl_controller_kwargs = json.loads(self.kl_controller_kwargs)
@@ -61,11 +70,11 @@ class KLConfigChecks:
         one_of(list_placements(self._algorithm)).check("kl_placement", self.kl_placement)
         if self.kl_coef_min > self.kl_coef_max:
             raise ValueError(
-                f"`kl_coef_min` ({self.kl_coef_min!r}) must not exceed `kl_coef_max` ({self.kl_coef_max!r}). Swap them "
-                "or widen the interval."
+                f"`kl_coef_min` ({self.kl_coef_min!r}) must not exceed `kl_coef_max` ({self.kl_coef_max!r}). Swap "
+                "them or widen the interval."
             )
 
-    def _validate_kl_combinations(self):
+    def _validate_kl_combinations(self) -> None:
         self._refuse_inert_fields()
         chosen = chosen_reference_fields(self)
         if len(chosen) > 1:
@@ -91,9 +100,9 @@ class KLConfigChecks:
         ):
             raise ValueError(
                 f"`kl_penalty_reference_step={self.kl_penalty_reference_step!r}` cannot be used with "
-                "`load_best_model_at_end=True`, or with `metric_for_best_model` and `save_total_limit=1`: in the end the "
-                "checkpoint of the earlier run, which is the reference, might be taken for the best one, or deleted. Unset "
-                "them, or set `save_total_limit=2`."
+                "`load_best_model_at_end=True`, or with `metric_for_best_model` and `save_total_limit=1`: in the end "
+                "the checkpoint of the earlier run, which is the reference, might be taken for the best one, or "
+                "deleted. Unset them, or set `save_total_limit=2`."
             )
         self._validate_kl_placement()
         self._validate_update_target()
@@ -101,7 +110,7 @@ class KLConfigChecks:
             self._warn_of_truncated_sampling()
         self._validate_kl_controller()
 
-    def _validate_kl_placement(self):
+    def _validate_kl_placement(self) -> None:
         placement = self.placement_class
         if not placement.centers:
             if self.kl_centering != "none":
@@ -114,24 +123,27 @@ class KLConfigChecks:
                     f"`kl_discount={self.kl_discount!r}` has no effect with `kl_placement={self.kl_placement!r}`. Set "
                     "it to 0.0, or set `kl_placement='advantage'`."
                 )
+        assert self.kl_estimator is not None  # the placement's default was filled in
         if self.kl_estimator not in placement.estimators and self.kl_penalty_enabled:
             known = ", ".join(repr(name) for name in placement.estimators)
             raise ValueError(
                 f"`kl_estimator={self.kl_estimator!r}` cannot be used with `kl_placement={self.kl_placement!r}`: "
-                f"{placement.why_not(self.kl_estimator)}. Use one of {known}, or another `kl_placement`; to measure the exact KL, set "
-                "`kl_statistic='full'`."
+                f"{placement.why_not(self.kl_estimator)}. Use one of {known}, or another `kl_placement`; to measure "
+                "the exact KL, set `kl_statistic='full'`."
             )
         if self.kl_penalty_enabled:
             placement.check(self)
 
-    def _validate_update_target(self):
+    def _validate_update_target(self) -> None:
         if self.kl_update_target is None:
             return
+        assert self.steps_per_generation is not None  # TRL has filled it in
         steps = self.steps_per_generation * self.num_iterations / self.gradient_accumulation_steps
         if steps <= 1:
             raise ValueError(
-                f"`kl_update_target={self.kl_update_target!r}` has no effect with one optimizer step per rollout: there is "
-                "no further step to skip. Set `num_iterations` (`num_ppo_epochs` in PPO) above 1, or unset it."
+                f"`kl_update_target={self.kl_update_target!r}` has no effect with one optimizer step per rollout: "
+                "there is no further step to skip. Set `num_iterations` (`num_ppo_epochs` in PPO) above 1, or unset "
+                "it."
             )
         if self.fp16 or self.deepspeed:
             raise ValueError(
@@ -140,21 +152,23 @@ class KLConfigChecks:
                 f"{'`bf16`' if self.fp16 else 'FSDP2'}."
             )
 
-    def _warn_of_truncated_sampling(self):
-        sampling = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p} | (self.generation_kwargs or {})
+    def _warn_of_truncated_sampling(self) -> None:
+        # By now transformers has parsed JSON. Any other string is for TRL to refuse.
+        further = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
+        sampling = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p} | further
         cut = {name: sampling[name] for name in ("top_k", "top_p", "min_p")}
         unset = {"top_k": (0, None), "top_p": (1.0, None), "min_p": (0.0, None)}
         given = [f"`{name}={value!r}`" for name, value in cut.items() if value not in unset[name]]
         if given:
             warnings.warn(
-                f"{' and '.join(given)} cut unlikely tokens from what is sampled, but not from the distributions whose KL "
-                "is measured: on such samples the sampled KL is too low, may be negative with 'k1', and tokens that are "
-                "never sampled are not held. `kl_statistic='full'` measures the whole distributions on the states that are "
-                "visited.",
+                f"{' and '.join(given)} cut unlikely tokens from what is sampled, but not from the distributions "
+                "whose KL is measured: on such samples the sampled KL is too low, may be negative with 'k1', and "
+                "tokens that are never sampled are not held. `kl_statistic='full'` measures the whole distributions "
+                "on the states that are visited.",
                 stacklevel=5,
             )
 
-    def _refuse_inert_fields(self):
+    def _refuse_inert_fields(self) -> None:
         """Refuse every field that was set but that nothing would read."""
         if self.kl_penalty_enabled:
             return
@@ -173,8 +187,9 @@ class KLConfigChecks:
         given = ", ".join(f"`{name}={getattr(self, name)!r}`" for name in inert)
         if self.kl_controller is not None and get_kl_controller_class_or_raise(self.kl_controller).needs_target:
             raise ValueError(
-                f"`kl_controller={self.kl_controller!r}` cannot start from `kl_penalty_coef={self.kl_penalty_coef!r}`: "
-                "a multiplicative rule cannot leave 0. Set `kl_penalty_coef` to a positive value such as 0.05."
+                f"`kl_controller={self.kl_controller!r}` cannot start from "
+                f"`kl_penalty_coef={self.kl_penalty_coef!r}`: a multiplicative rule cannot leave 0. Set "
+                "`kl_penalty_coef` to a positive value such as 0.05."
             )
         remedy = "Set `kl_penalty_coef` to a positive value such as 0.05"
         if not self.kl_monitor and MONITOR_FIELDS.issuperset(inert):
@@ -183,13 +198,13 @@ class KLConfigChecks:
             remedy += " (an adaptive coefficient cannot leave 0)"
         raise ValueError(f"{given} has no effect while `kl_penalty_coef=0.0`. {remedy}.")
 
-    def _validate_kl_controller(self):
+    def _validate_kl_controller(self) -> None:
         name = self.kl_controller_name
         controller_class = get_kl_controller_class_or_raise(name)
         if controller_class.needs_target and self.kl_target is None:
             raise ValueError(
-                f"`kl_controller={name!r}` needs `kl_target`, got None. Set `kl_target` to the KL to hold (5-6 nats per "
-                "sequence is typical), or `kl_controller='fixed'`."
+                f"`kl_controller={name!r}` needs `kl_target`, got None. Set `kl_target` to the KL to hold (5-6 nats "
+                "per sequence is typical), or `kl_controller='fixed'`."
             )
         defaults = {f.name: f.default for f in fields(type(self))}
         for field_name, setting in CONTROLLER_FIELDS.items():
@@ -207,8 +222,8 @@ class KLConfigChecks:
             )
         if self.kl_target is None and self.kl_warn_window not in (0, defaults["kl_warn_window"]):
             raise ValueError(
-                f"`kl_warn_window={self.kl_warn_window!r}` has no effect without `kl_target`: there is nothing to drift "
-                "from. Set `kl_target`, or unset `kl_warn_window`."
+                f"`kl_warn_window={self.kl_warn_window!r}` has no effect without `kl_target`: there is nothing to "
+                "drift from. Set `kl_target`, or unset `kl_warn_window`."
             )
         try:
             self.build_kl_controller()

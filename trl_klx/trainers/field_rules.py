@@ -81,7 +81,7 @@ KL_RULES = {
     "kl_discount": number("in [0, 1]", 0.0, "Set it to 0.0 so that each token pays for its own KL.", 1.0),
     "kl_statistic": one_of(KL_STATISTICS),
     "kl_ignore_tokens": FieldRule(
-        lambda value: isinstance(value, list) and value and all(type(token) in (int, str) for token in value),
+        lambda value: isinstance(value, list) and value != [] and all(type(token) in (int, str) for token in value),
         "a list of token ids or strings",
         'Write it as ["eos"], or leave it unset so that every token counts.',
     ),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from trl.models.utils import disable_gradient_checkpointing
@@ -11,6 +12,21 @@ from ..control.forward_pass import CAN_SKIP_LM_HEAD, captured_hidden, narrow_til
 from ..control.kl_control import KLControl
 from ..control.placements import Batch, Placement
 from ..control.rollout import Rollout, Scored
+from ..controllers.base import KLController
+from ..references.base import KLReference
+
+
+if TYPE_CHECKING:
+    # The mixin is only ever combined with a TRL trainer, so it may use the trainer's attributes.
+    from .trl_hosts import TRLTrainer as _Host
+else:
+    _Host = object
+
+
+# Arguments of TRL's log-prob method after the model: input ids, attention mask and number of completion tokens, then
+# those passed by keyword.
+PassArgs = tuple[Any, ...]
+PassKwargs = dict[str, Any]
 
 
 # Keys of TRL's batch that a second forward pass over it must be given, where they are there.
@@ -28,7 +44,7 @@ FORWARD_KEYS = (
 )
 
 
-class ForwardPassMixin:
+class ForwardPassMixin(_Host):
     """Watches the passes of the policy that TRL makes, and makes those that TRL does not."""
 
     # Class-level, because TRL's generation must also run on trainers that were never initialised.
@@ -37,6 +53,41 @@ class ForwardPassMixin:
     _klx_watcher: Callable[[Scored], None] | None = None
     _klx_lm_head_checked = False
     _klx_placement: Placement
+
+    @property
+    def kl_controller(self) -> KLController | None:
+        return None if self.kl_control is None else self.kl_control.controller
+
+    @property
+    def kl_reference(self) -> KLReference | None:
+        return None if self.kl_control is None else self.kl_control.reference
+
+    @property
+    def _klx_control(self) -> KLControl:
+        """`kl_control`, for code that runs only while it is on."""
+        assert self.kl_control is not None
+        return self.kl_control
+
+    @property
+    def _klx_mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _klx_steps_per_generation(self) -> int:
+        assert self.args.steps_per_generation is not None  # TRL has filled it in
+        return self.args.steps_per_generation
+
+    @staticmethod
+    def _klx_generated(batch: Batch) -> torch.Tensor:
+        """Boolean mask of the tokens the policy generated; padding and tool output are excluded."""
+        mask: torch.Tensor = batch["completion_mask"].bool()
+        return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
+
+    @staticmethod
+    def _klx_tokens(batch: Batch) -> torch.Tensor:
+        """The completion tokens, 0 where masked: the id of the padding may lie outside the vocabulary."""
+        tokens: torch.Tensor = batch["completion_ids"] * batch["completion_mask"]
+        return tokens
 
     @contextmanager
     def _klx_watching(self, watcher: Callable[[Scored], None]) -> Iterator[None]:
@@ -57,8 +108,8 @@ class ForwardPassMixin:
         finally:
             self.beta, self.ref_model = beta, ref_model
 
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        if self.kl_control is not None and model is self.kl_reference:
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if self.kl_control is not None and model is self.kl_control.reference:
             return self._klx_answer(args, kwargs), None, None
         watcher, self._klx_watcher = self._klx_watcher, None  # the watcher may make passes itself
         try:
@@ -69,10 +120,12 @@ class ForwardPassMixin:
             self._klx_watcher = watcher
         return output
 
-    def _klx_forward(self, model, args: tuple, kwargs: dict, check: bool = True) -> tuple[tuple, Scored]:
+    def _klx_forward(
+        self, model: Any, args: PassArgs, kwargs: PassKwargs, check: bool = True
+    ) -> tuple[tuple[Any, ...], Scored]:
         """
-        TRL's log-prob method, with the hidden states where the exact KL needs them. The first of those are checked to be
-        what the log-probs come from.
+        TRL's log-prob method, and the hidden states if the exact KL needs them. The first hidden states are checked:
+        TRL's log-probs must follow from them.
         """
         if self.kl_control is None or not self.args.kl_needs_full:
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
@@ -90,23 +143,24 @@ class ForwardPassMixin:
         return output, scored
 
     @torch.no_grad()
-    def _klx_score_policy(self, args: tuple, kwargs: dict) -> Scored:
+    def _klx_score_policy(self, args: PassArgs, kwargs: PassKwargs) -> Scored:
         """One more forward of the policy, without dropout."""
-        plain_forward = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        checkpointing = cast("dict[str, Any] | None", self.args.gradient_checkpointing_kwargs)  # JSON is parsed by now
+        plain_forward = disable_gradient_checkpointing(self.model, checkpointing)
         with plain_forward, narrow_tiles(self.accelerator.device), without_dropout(self.model):
             return self._klx_forward(self.model, args, kwargs)[1].detach()
 
     @torch.no_grad()
-    def _klx_score_reference(self, args: tuple, kwargs: dict) -> Scored:
+    def _klx_score_reference(self, args: PassArgs, kwargs: PassKwargs) -> Scored:
         """The reference's forward. It ends before the LM head where the exact KL goes through it anyway."""
         skip = not self._klx_placement.needs_reference_logps and self.args.kl_needs_full and CAN_SKIP_LM_HEAD
         head = no_lm_head() if skip else narrow_tiles(self.accelerator.device)
-        with self.kl_reference.active() as model, head:
+        with self._klx_control.reference.active() as model, head:
             # Not our own `_klx_forward`: a subclass may add to it what only the policy has.
             scored = ForwardPassMixin._klx_forward(self, model, args, kwargs, check=not skip)[1].detach()
         return Scored(None, scored.hidden) if skip else scored
 
-    def _klx_forward_arguments(self, batch: Batch) -> tuple[tuple, dict]:
+    def _klx_forward_arguments(self, batch: Batch) -> tuple[PassArgs, PassKwargs]:
         """Arguments of TRL's log-prob method for a whole generation batch, in chunks of TRL's own size."""
         input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
@@ -120,15 +174,15 @@ class ForwardPassMixin:
         if not self.args.kl_needs_full:
             return None
         policy_head = lm_head(self.accelerator.unwrap_model(self.model), self.temperature)
-        with self.kl_reference.active() as model:
+        with self._klx_control.reference.active() as model:
             return policy_head, lm_head(self.accelerator.unwrap_model(model), self.temperature)
 
-    def _klx_clean_pass(self, rollout: Rollout, args: tuple, kwargs: dict) -> Scored:
+    def _klx_clean_pass(self, rollout: Rollout, args: PassArgs, kwargs: PassKwargs) -> Scored:
         """The pass of the policy that may be measured; made if TRL has made none, or one with dropout."""
         if rollout.clean is None:
             rollout.clean = self._klx_score_policy(args, kwargs)
         return rollout.clean
 
-    def _klx_answer(self, args: tuple, kwargs: dict) -> torch.Tensor:
+    def _klx_answer(self, args: PassArgs, kwargs: PassKwargs) -> torch.Tensor:
         """The log-probs that TRL gets for the reference while it generates."""
         raise NotImplementedError

@@ -1,62 +1,88 @@
 """GRPO with KL control."""
 
+from typing import TYPE_CHECKING, Any, cast
+
 import torch
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from ..control.placements import Batch, GRPOReward
+from ..control.placements import Batch, GRPOAdvantage, GRPOReward
 from ..maths.losses import grpo_token_weights
-from .config import KLXGRPOConfig
+from .config import KLXConfigMixin, KLXGRPOConfig
 from .mixin import KLXCoreMixin
 
 
-class KLXTrainerMixin(KLXCoreMixin):
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    # The mixin is only ever combined with this trainer, so it may use the trainer's attributes.
+    _Host = GRPOTrainer
+else:
+    _Host = object
+
+
+class KLXTrainerMixin(KLXCoreMixin, _Host):
     """
     KL control for [`~trl.GRPOTrainer`] and its subclasses: `class Mine(KLXTrainerMixin, MyGRPOTrainer)`.
 
-    It overrides two more methods of TRL's: `_generate`, to see which tokens a tool wrote, and `_calculate_rewards`, to
-    keep completions that no reward function could score unscored, both for `kl_placement="reward"`.
+    It overrides two more methods of TRL's, both for `kl_placement="reward"`: `_generate`, to see which tokens a tool
+    wrote, and `_calculate_rewards`, so that a completion that no reward function could score stays without a score.
     """
 
     _config_class = KLXGRPOConfig
 
-    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        reward_funcs: Any = None,
+        args: KLXConfigMixin | None = None,
+        *positional: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if isinstance(self._klx_placement, GRPOReward):
             self._klx_add_reward_func()
+        if isinstance(self._klx_placement, GRPOAdvantage):
+            losses = (cls for cls in type(self).__mro__ if "_compute_loss" in vars(cls))
+            host = next(cls for cls in losses if not issubclass(cls, KLXCoreMixin))
+            self._klx_placement.folds = host is GRPOTrainer
 
     def _klx_aggregate(self, per_token_term: torch.Tensor, inputs: Batch) -> torch.Tensor:
         accumulation, tokens = 1.0, inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self._klx_mode == "train":
             accumulation = self.current_gradient_accumulation_steps
-            tokens = tokens * accumulation / self.args.steps_per_generation
-        weights = grpo_token_weights(
-            self._klx_generated(inputs), self.loss_type, self.max_completion_length, tokens, accumulation
-        )
+            tokens = tokens * accumulation / self._klx_steps_per_generation
+        # It may be None, except with "dr_grpo", which divides by it in TRL's loss too.
+        length = cast("int", self.max_completion_length)
+        weights = grpo_token_weights(self._klx_generated(inputs), self.loss_type, length, tokens, accumulation)
         return (weights * per_token_term).sum()
 
     # ---- kl_placement="reward" ----
 
     def _klx_add_reward_func(self) -> None:
-        def kl_penalty(completions, **kwargs) -> list[float]:
+        def kl_penalty(completions: list[Any], **kwargs: Any) -> list[float | None]:
+            assert self._klx_rollout is not None
             # With a coefficient of 0 TRL does not ask for the reference.
             penalties = self._klx_rollout.penalties
             return [0.0] * len(completions) if penalties is None else (-penalties).tolist()
 
+        no_tokenizer: Any = None
         # New lists, since TRL keeps those that the user passed.
         self.reward_funcs = [*self.reward_funcs, kl_penalty]
         self.reward_func_names = [*self.reward_func_names, "kl_penalty"]
-        self.reward_processing_classes = [*self.reward_processing_classes, None]
+        self.reward_processing_classes = [*self.reward_processing_classes, no_tokenizer]
         self.reward_weights = torch.cat([self.reward_weights, self.reward_weights.new_ones(1)])
 
-    def _generate(self, *args, **kwargs):
-        output = super()._generate(*args, **kwargs)
+    def _generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        output: tuple[Any, ...] = super()._generate(*args, **kwargs)
         if self._klx_rollout is not None:
-            self._klx_rollout.tool_masks = output[2]
+            rollout = self._klx_rollout
+            rollout.prompt_ids, rollout.completion_ids, rollout.tool_masks = output[:3]
         return output
 
-    def _calculate_rewards(self, *args, **kwargs):
-        rewards = super()._calculate_rewards(*args, **kwargs)
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
         if self._klx_rollout is not None and self._klx_rollout.penalties is not None:
             # A completion that no reward function could score must stay unscorable.
             unscorable = torch.isnan(rewards[:, :-1]).all(dim=1)
@@ -75,7 +101,14 @@ class KLXGRPOTrainer(KLXTrainerMixin, GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "trl-klx"]
 
-    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        reward_funcs: Any = None,
+        args: KLXGRPOConfig | None = None,
+        *positional: Any,
+        **kwargs: Any,
+    ) -> None:
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = KLXGRPOConfig(f"{model_name.split('/')[-1]}-GRPO")

@@ -1,18 +1,24 @@
 """
 KL control as a mixin over TRL's trainers.
 
-What it overrides in TRL, and what it relies on there:
+What we override in TRL and transformers, and what we rely on there:
 
 | method | what we do | what we rely on |
 |---|---|---|
-| `__init__` | build [`KLControl`] and the placement | TRL has prepared `self.model`, `self.accelerator`, `self.args` |
-| `_generate_and_score_completions` | score and measure the batch that TRL returns | one call per generation batch, in training and evaluation; extra `(B, ...)` tensors survive shuffling and splitting |
-| `_get_per_token_logps_and_entropies` | look at the pass; answer for the reference | TRL scores the policy before its reference; arguments `(model, input_ids, attention_mask, logits_to_keep)` are positional |
-| `_compute_loss` | measure what generation left unmeasured; add the placement's term | TRL makes one forward pass, then reads `inputs["advantages"]` |
-| `training_step` | skip steps of a rollout that has moved far enough (`kl_update_target`) | `self._step` counts micro-batches; generation happens where it is a multiple of `steps_per_generation * num_iterations` |
+| `__init__` | build the control and the placement | TRL has set `model`, `accelerator` and `args` |
+| `_generate_and_score_completions` | measure the batch that TRL returns | called once per generation batch, also in |
+| | | evaluation; extra `(B, ...)` tensors survive shuffling and splitting |
+| `_get_per_token_logps_and_entropies` | look at the pass; answer for the reference | the policy is scored first; |
+| | | model, ids, attention mask and `logits_to_keep` are positional |
+| `_compute_loss` | measure what is left; add the placement's term | one forward pass, then `advantages` is read |
+| `training_step` | skip the rest of a rollout (`kl_update_target`) | `_step` counts micro-batches; a rollout lasts |
+| | | `steps_per_generation * num_iterations` of them |
 | `log` | log the window's sums | every process calls it |
 | `create_model_card` | add a section | TRL writes `README.md` |
-| `train`, `_save`, `_save_checkpoint`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler` | see [`KLXCheckpointMixin`] | |
+| `train`, `_save`, `_save_checkpoint`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler` | | |
+| | see [`KLXCheckpointMixin`] | |
+| `_generate`, `_calculate_rewards` | see [`KLXTrainerMixin`] | |
+| `_generate_single_turn`, `create_optimizer`, `save_model`, `_load_best_model` | see [`KLXPPOTrainer`] | |
 
 A subclass of TRL's GRPO trainer gets KL control from [`KLXTrainerMixin`], one of its RLOO trainer from
 [`KLXRLOOMixin`].
@@ -20,39 +26,32 @@ A subclass of TRL's GRPO trainer gets KL control from [`KLXTrainerMixin`], one o
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
 
 from ..checkpoints.integrity import check_checkpoints
 from ..checkpoints.mixin import KLXCheckpointMixin
 from ..control.exact_kl import check_trains_through_head, lm_head
 from ..control.forward_pass import has_dropout
-from ..control.kl_control import KLControl
 from ..control.metrics import Sums, read_metrics
 from ..control.other_kls import UpdateLimit, add_sampler_kl, update_kl_sums
 from ..control.placements import Batch, Placement
 from ..control.rollout import Rollout, Scored, TokenKL
-from ..controllers.drift import DriftMonitor
 from ..maths.estimators import estimate_full_kl
-from ..references.base import KLReference
-from ..references.building import resolve_reference
 from .completions_table import CompletionKLs
 from .config import KLXConfigMixin
-from .forward_passes import ForwardPassMixin
+from .control_building import CountSteps, FollowPolicy, build_kl_control
+from .forward_passes import ForwardPassMixin, PassArgs, PassKwargs
 from .ignored_tokens import ignored_token_ids
 from .launch_check import check_launch
 from .model_card import add_kl_section, describe_kl
 
 
-class _FollowPolicy(TrainerCallback):
-    def __init__(self, reference: KLReference):
-        self.reference = reference
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.reference.follow(state.global_step)
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 
 class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
@@ -60,9 +59,9 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
     Adds KL control to a TRL trainer whose batches come from `_generate_and_score_completions`.
 
     The reference is scored once per generation batch. The policy's log-probs are those that TRL computes anyway: at
-    generation where TRL needs them there, else in the loss, before TRL reads the advantages. One more forward of the
-    policy is made only where the adjustment is centered over several micro-batches, or where the policy has dropout, which
-    the KL must not see.
+    generation if TRL needs them there, otherwise in the loss, before TRL reads the advantages. The policy is run once
+    more only if the adjustment is centered over several micro-batches, or if the policy has dropout, which the KL must
+    not see.
 
     Attributes:
         kl_control ([`KLControl`] or `None`):
@@ -78,7 +77,14 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
     _klx_active = False  # whether we have anything to do with a batch
     _klx_rollout: Rollout | None = None  # the batch that TRL is generating
 
-    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        reward_funcs: Any = None,
+        args: KLXConfigMixin | None = None,
+        *positional: Any,
+        **kwargs: Any,
+    ) -> None:
         if not isinstance(args, self._config_class):
             raise TypeError(
                 f"`args` of {type(self).__name__} must be a `{self._config_class.__name__}`, which has the KL fields, "
@@ -98,7 +104,9 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
         if not self.args.kl_enabled:
             return
         check_checkpoints(self.args)
-        self.kl_control = self._klx_build_control(policy, ref_model)
+        ignored = ignored_token_ids(self.args.kl_ignore_tokens, self._tokenizer, self.eos_token_ids)
+        control = build_kl_control(self.args, policy, self.accelerator, ref_model, self.temperature, ignored)
+        self.kl_control = control
         if self.args.kl_penalty_enabled:
             self._klx_placement = self.args.placement_class(self.args, self.accelerator)
         self._klx_has_dropout = has_dropout(policy)
@@ -107,75 +115,37 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
             lm_head(policy, self.temperature)  # refuses a head it cannot do
             if self._klx_placement.in_loss and self.args.kl_estimator == "full":
                 check_trains_through_head(policy)
-        if self.kl_reference.mover is not None:
-            self.add_callback(_FollowPolicy(self.kl_reference))
+        self.add_callback(CountSteps(control))
+        if control.reference.mover is not None:
+            self.add_callback(FollowPolicy(control.reference))
         if self.use_vllm:
-            self.kl_reference.keep_from_vllm(self.vllm_generation)
-
-    def _klx_build_control(self, policy: nn.Module, ref_model: nn.Module | None) -> KLControl:
-        args = self.args
-        drift = None
-        if args.kl_target is not None and args.kl_warn_window > 0:
-            drift = DriftMonitor(target=args.kl_target, window=args.kl_warn_window, unit=args.kl_target_unit)
-        return KLControl(
-            args.build_kl_controller(),
-            resolve_reference(args, policy, self.accelerator, ref_model, self.temperature),
-            estimator=args.kl_estimator,
-            statistic=args.kl_statistic,
-            unit=args.kl_target_unit,
-            target=args.kl_target,
-            drift=drift,
-            penalises=args.kl_penalty_enabled,
-            name=args.kl_controller_name,
-            ignored=ignored_token_ids(args.kl_ignore_tokens, self._tokenizer, self.eos_token_ids),
-        )
+            control.reference.keep_from_vllm(self.vllm_generation)
 
     def _klx_prepare_policy(self, policy: nn.Module) -> None:
-        """What is to be done to the policy before a reference is made of it."""
-
-    @property
-    def kl_controller(self):
-        return None if self.kl_control is None else self.kl_control.controller
-
-    @property
-    def kl_reference(self):
-        return None if self.kl_control is None else self.kl_control.reference
-
-    @property
-    def _klx_mode(self) -> str:
-        return "train" if self.model.training else "eval"
+        """Prepare the policy before a reference is made from it; for subclasses."""
 
     def _klx_reduce(self, totals: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.reduce(totals, reduction="sum")
+        reduced: torch.Tensor = self.accelerator.reduce(totals, reduction="sum")
+        return reduced
 
     # ---- Measuring ----
 
-    @staticmethod
-    def _klx_generated(batch: Batch) -> torch.Tensor:
-        """Boolean mask of the tokens the policy generated; padding and tool output are excluded."""
-        mask = batch["completion_mask"].bool()
-        return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
-
-    @staticmethod
-    def _klx_tokens(batch: Batch) -> torch.Tensor:
-        """The completion tokens, 0 where masked: padding may have an id that the vocabulary has not."""
-        return batch["completion_ids"] * batch["completion_mask"]
-
-    def _klx_answer(self, args: tuple, kwargs: dict) -> torch.Tensor:
+    def _klx_answer(self, args: PassArgs, kwargs: PassKwargs) -> torch.Tensor:
         """The log-probs that TRL gets for the reference while it generates."""
-        rollout, (input_ids, attention_mask, logits_to_keep) = self._klx_rollout, args
+        control, rollout, (input_ids, attention_mask, logits_to_keep) = self._klx_control, self._klx_rollout, args
+        assert rollout is not None
         rollout.reference = self._klx_score_reference(args, kwargs)
         tokens = input_ids[:, -logits_to_keep:]
         clean = self._klx_clean_pass(rollout, args, kwargs)
-        kl = self.kl_control.measure(clean, rollout.reference, self._klx_heads(), tokens)
+        kl = control.measure(clean, rollout.reference, self._klx_heads(), tokens)
         mask = attention_mask[:, -logits_to_keep:].bool()
         for row, tool_mask in zip(mask, rollout.tool_masks or [], strict=bool(rollout.tool_masks)):
             row[: len(tool_mask)] &= torch.tensor(tool_mask, device=mask.device, dtype=torch.bool)
-        return self._klx_placement.answer(rollout, kl, self.kl_control.mask(mask, tokens))
+        return self._klx_placement.answer(rollout, kl, control.mask(mask, tokens))
 
     # ---- One generation batch ----
 
-    def _generate_and_score_completions(self, inputs):
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         if not self._klx_active:
             return super()._generate_and_score_completions(inputs)
         rollout = Rollout() if self.kl_control is None else self.kl_control.begin()
@@ -188,7 +158,7 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
                 if self._klx_mode == "eval" or self.kl_control is None or not self._klx_has_dropout:
                     rollout.clean = rollout.policy
 
-        asked: AbstractContextManager = nullcontext()
+        asked: AbstractContextManager[None] = nullcontext()
         if self._klx_placement.asks_at_generation:
             asked = self._klx_asked(rollout.coef)
         self._klx_rollout = rollout
@@ -213,7 +183,7 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
         if rollout.reference is None:
             rollout.reference = self._klx_score_reference(*arguments)
         train = self._klx_mode == "train"
-        micro_batches = self.args.steps_per_generation if train else 1
+        micro_batches = self._klx_steps_per_generation if train else 1
         if rollout.clean is None and (
             (placement.per_batch and micro_batches > 1) or (train and self._klx_has_dropout)
         ):
@@ -237,25 +207,34 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
     def _klx_group_ids(self, batch: Batch) -> torch.Tensor:
         size = batch["completion_ids"].size(0)
         generations = self.num_generations if self._klx_mode == "train" else self.num_generations_eval
-        rows = torch.arange(size, device=batch["completion_ids"].device) + self.accelerator.process_index * size
-        return rows // generations
+        assert generations is not None  # TRL has filled it in
+        first: int = self.accelerator.process_index * size
+        return (torch.arange(size, device=batch["completion_ids"].device) + first) // generations
 
     @torch.no_grad()
     def _klx_apply(self, batch: Batch, rollout: Rollout, kl: TokenKL) -> None:
         """Enter the penalty of a measured batch, and count the batch."""
-        mask = self.kl_control.mask(self._klx_generated(batch), batch["completion_ids"])
+        mask = self._klx_control.mask(self._klx_generated(batch), batch["completion_ids"])
+        advantages = self._klx_reward_advantages(batch)
         adjustment = self._klx_placement.apply(batch, kl, mask, rollout.coef)
         if rollout.deferred and rollout.pending == 0:
             return  # a second pass over micro-batches that were counted in the first
         if self.log_completions:
             self._klx_completions.fill(batch, kl.statistic, mask)
-        self.kl_control.add(rollout, kl, mask, adjustment)
+        self._klx_control.add(rollout, kl, mask, adjustment, advantages)
+
+    def _klx_reward_advantages(self, batch: Batch) -> torch.Tensor | None:
+        """The advantage of each completion before the penalty, `(B,)`; `None` where the penalty is already in it."""
+        advantages: torch.Tensor = batch["advantages"]
+        return None if self._klx_placement.asks_at_generation or advantages.dim() > 1 else advantages
 
     def _klx_finish(self, rollout: Rollout) -> None:
         mode = self._klx_mode
-        metrics = self.kl_control.finish(rollout, self._klx_reduce, train=mode == "train")
+        metrics = self._klx_control.finish(rollout, self._klx_reduce, train=mode == "train")
         for name, value in metrics.items():
             self._metrics[mode][f"klx/{name}"].append(value)
+        if self._klx_placement.in_loss and metrics:
+            self._metrics[mode]["kl"].append(metrics["kl_per_token"])  # TRL's name for it
 
     def _klx_measure_sampler(self, batch: Batch) -> None:
         """Log how far the policy is from the sampler that drew the tokens, where TRL has the log-probs of both."""
@@ -268,7 +247,7 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
 
     # ---- Loss ----
 
-    def _compute_loss(self, model, inputs):
+    def _compute_loss(self, model: nn.Module, inputs: Batch) -> torch.Tensor:
         if not self._klx_active:
             return super()._compute_loss(model, inputs)
         inputs = dict(inputs)  # TRL may use the buffered batch again, with its own advantages
@@ -292,7 +271,8 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
             kl = TokenKL(*inputs["klx_measured"].unbind(-1))
         else:
             reference = Scored(inputs.get("klx_ref_logps"), inputs.get("klx_ref_hidden"))
-            kl = self.kl_control.measure(policy.detach(), reference, self._klx_heads(), self._klx_tokens(inputs))
+            heads, tokens = self._klx_heads(), self._klx_tokens(inputs)
+            kl = self._klx_control.measure(policy.detach(), reference, heads, tokens)
         self._klx_apply(inputs, rollout, kl)
         if rollout.pending > 0:
             rollout.pending -= 1
@@ -305,12 +285,14 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
         term = self._klx_placement.loss_term(inputs, policy, coef, self._klx_exact_kl)
         if term is None:
             return loss
-        mask = self.kl_control.mask(self._klx_generated(inputs), inputs["completion_ids"])
+        mask = self._klx_control.mask(self._klx_generated(inputs), inputs["completion_ids"])
         return loss + self._klx_aggregate(torch.where(mask, term, 0.0), inputs)
 
     def _klx_exact_kl(self, policy: Scored, reference: Scored) -> torch.Tensor:
         """The exact KL of each token, with gradients."""
-        return estimate_full_kl(policy.hidden, reference.hidden, *self._klx_heads())
+        heads = self._klx_heads()
+        assert heads is not None and policy.hidden is not None and reference.hidden is not None
+        return estimate_full_kl(policy.hidden, reference.hidden, *heads)
 
     def _klx_aggregate(self, per_token_term: torch.Tensor, inputs: Batch) -> torch.Tensor:
         """Weigh the terms of the tokens as TRL's loss does, and sum them."""
@@ -323,14 +305,17 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
         old_logps = inputs.get("old_per_token_logps", inputs.get("klx_old_logps"))
         if old_logps is None or self._klx_mode == "eval":
             return
+        assert policy.logps is not None
         sums = update_kl_sums(old_logps, policy.logps, self._klx_generated(inputs), self.args.kl_target_unit)
         self._klx_window["train"].add("klx/kl_update", *sums)
         self._klx_update.add(*sums)
 
-    def training_step(self, model, inputs, num_items_in_batch):
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
         if self.args.kl_update_target is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
+        if self._step % (self._klx_steps_per_generation * self.num_iterations) == 0:
             self._klx_update.begin()
         if self._klx_update.passed:
             # Without gradients the optimizer leaves weights and moments as they are.
@@ -340,13 +325,14 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
             if self._klx_update.passes(self._klx_reduce):
+                assert self.optimizer is not None
                 self.optimizer.zero_grad(set_to_none=True)
             self._metrics["train"]["klx/update_stopped"].append(float(self._klx_update.passed))
         return loss
 
     # ---- Metrics ----
 
-    def log(self, logs, start_time=None):
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._klx_mode
         for name, value in self._klx_read_window(mode).items():
             self._metrics[mode][name].append(value)
@@ -355,8 +341,9 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
     def _klx_read_window(self, mode: str) -> dict[str, float]:
         return read_metrics(self._klx_window[mode].pop(self._klx_reduce))
 
-    def create_model_card(self, *args: Any, **kwargs: Any):
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         if self.kl_reference is not None and self.is_world_process_zero():
             section = describe_kl(self.args, self.kl_reference.identity, self.state.log_history)
+            assert self.args.output_dir is not None  # transformers has filled it in
             add_kl_section(os.path.join(self.args.output_dir, "README.md"), section)

@@ -1,5 +1,7 @@
 """RLOO with KL control."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from trl import RLOOTrainer
 from trl.trainer.utils import get_config_model_id
@@ -10,12 +12,23 @@ from .config import KLXRLOOConfig
 from .mixin import KLXCoreMixin
 
 
-class KLXRLOOMixin(KLXCoreMixin):
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    # The mixin is only ever combined with this trainer, so it may use the trainer's attributes.
+    _Host = RLOOTrainer
+else:
+    _Host = object
+
+
+class KLXRLOOMixin(KLXCoreMixin, _Host):
     """KL control for [`~trl.RLOOTrainer`] and its subclasses: `class Mine(KLXRLOOMixin, MyRLOOTrainer)`."""
 
     _config_class = KLXRLOOConfig
 
     def _klx_score_batch(self, batch: Batch, rollout: Rollout) -> None:
+        assert rollout.policy is not None  # TRL's RLOO always scores the policy
         # TRL keeps only the sum over each sequence.
         batch["klx_old_logps"] = rollout.policy.logps
         super()._klx_score_batch(batch, rollout)
@@ -30,8 +43,8 @@ class KLXRLOOTrainer(KLXRLOOMixin, RLOOTrainer):
 
     TRL's RLOO loss is one ratio and one advantage per sequence, so what acts per token is a term next to it:
 
-    - `kl_placement="advantage"`: the clipped per-token surrogate of the adjustment, summed over each sequence. On policy
-      its gradient is that of per-token advantages.
+    - `kl_placement="advantage"`: the clipped per-token surrogate of the adjustment, summed over each sequence. On
+      policy its gradient is that of per-token advantages.
     - `kl_placement="reward"`: TRL's own subtraction of the sequence's KL from its reward, with our reference and the
       controller's coefficient as `beta`.
     - `kl_placement="loss"`: a KL term, summed over each sequence.
@@ -39,7 +52,14 @@ class KLXRLOOTrainer(KLXRLOOMixin, RLOOTrainer):
 
     _tag_names = ["trl", "rloo", "trl-klx"]
 
-    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        reward_funcs: Any = None,
+        args: KLXRLOOConfig | None = None,
+        *positional: Any,
+        **kwargs: Any,
+    ) -> None:
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = KLXRLOOConfig(f"{model_name.split('/')[-1]}-RLOO")

@@ -2,7 +2,7 @@
 Where the penalty enters training: one class per placement, see [`Placement`].
 """
 
-from .advantage import AdvantagePlacement
+from .advantage import AdvantagePlacement, GRPOAdvantage
 from .base import (
     ALGORITHMS,
     Batch,
@@ -20,6 +20,7 @@ __all__ = [
     "ALGORITHMS",
     "AdvantagePlacement",
     "Batch",
+    "GRPOAdvantage",
     "GRPOReward",
     "LossPlacement",
     "Placement",

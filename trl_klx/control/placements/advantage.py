@@ -120,8 +120,11 @@ class GRPOAdvantage(AdvantagePlacement):
             return "off_policy_mask_threshold"
         return "top_entropy_quantile" if args.top_entropy_quantile < 1.0 else None
 
+    # Whether the loss takes advantages per token. GRPO's does; that of a subclass may not.
+    folds = True
+
     def _enter(self, batch: Batch, adjustment: torch.Tensor) -> None:
-        if self._deciding_option(self.args) is None:
+        if self.folds and self._deciding_option(self.args) is None:
             batch["advantages"] = batch["advantages"].unsqueeze(1) + adjustment  # (B, T)
         else:
             batch["klx_adjustment"] = adjustment

@@ -15,6 +15,10 @@ class SequenceRewardPlacement(ScorePlacement):
 
     asks_at_generation = True
 
+    @property
+    def needs_reference_logps(self) -> bool:
+        return True  # so that the penalty does not depend on which statistic is measured
+
 
 @register_placement("reward", "grpo")
 class GRPOReward(SequenceRewardPlacement):

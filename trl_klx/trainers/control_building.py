@@ -1,0 +1,92 @@
+"""Build the KL control of a trainer from its config."""
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..control.kl_control import KLControl
+from ..controllers.advice import KLAdviser
+from ..controllers.drift import DriftMonitor
+from ..references.base import KLReference
+from ..references.building import resolve_reference
+
+
+if TYPE_CHECKING:
+    from .config import KLXGRPOConfig, KLXRLOOConfig
+
+
+class CountSteps(TrainerCallback):
+    """Counts the optimizer steps and their learning rates for the controller, and sums up the run when it ends."""
+
+    def __init__(self, control: KLControl):
+        self.kl_control = control
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.kl_control.clock.tick(float(kwargs["optimizer"].param_groups[0]["lr"]))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.kl_control.sum_up()
+
+
+class FollowPolicy(TrainerCallback):
+    """Tells a moving reference that an optimizer step was made."""
+
+    def __init__(self, reference: KLReference):
+        self.reference = reference
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.reference.follow(state.global_step)
+
+
+def build_kl_control(
+    args: "KLXGRPOConfig | KLXRLOOConfig",
+    policy: nn.Module,
+    accelerator: Accelerator,
+    ref_model: nn.Module | None,
+    temperature: float,
+    ignored: tuple[int, ...],
+) -> KLControl:
+    """
+    Build controller, reference, statistic and drift diagnostics.
+
+    Args:
+        args ([`KLXConfigMixin`]):
+            Config.
+        policy (`torch.nn.Module`):
+            Policy, unwrapped.
+        accelerator ([`~accelerate.Accelerator`]):
+            Accelerator of the trainer.
+        ref_model (`torch.nn.Module`, *optional*):
+            Reference that the user passed to the trainer.
+        temperature (`float`):
+            Sampling temperature.
+        ignored (`tuple[int, ...]`):
+            Tokens whose KL is neither measured nor penalised.
+    """
+    assert args.kl_estimator is not None and args.kl_statistic is not None  # the config has filled them in
+    drift = adviser = None
+    if args.kl_target is not None and args.kl_warn_window > 0:
+        drift = DriftMonitor(target=args.kl_target, window=args.kl_warn_window, unit=args.kl_target_unit)
+        if args.kl_penalty_enabled:
+            adviser = KLAdviser(args.kl_target, args.kl_controller_name, args.kl_coef_max)
+    return KLControl(
+        args.build_kl_controller(),
+        resolve_reference(args, policy, accelerator, ref_model, temperature),
+        estimator=args.kl_estimator,
+        statistic=args.kl_statistic,
+        unit=args.kl_target_unit,
+        target=args.kl_target,
+        drift=drift,
+        adviser=adviser,
+        penalises=args.kl_penalty_enabled,
+        name=args.kl_controller_name,
+        ignored=ignored,
+    )

@@ -1,0 +1,214 @@
+"""The config fields of KL control, and what follows from their values."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ..control.placements import Placement, get_placement
+from ..controllers.base import KLController
+from ..controllers.registry import get_kl_controller
+from ..maths.estimators import KL_ESTIMATORS, KL_UNITS
+from .field_rules import KL_CENTERINGS, KL_PLACEMENTS, KL_STATISTICS
+
+
+def _kl_field(default: Any, help: str, choices: Iterable[str] = ()) -> Any:
+    choices = list(choices)
+    return field(default=default, metadata={"help": help} | ({"choices": choices} if choices else {}))
+
+
+@dataclass
+class KLFields:
+    r"""
+    KL-control fields, flat so that [`~trl.TrlParser`] reads them from YAML and from flags. With every field at its
+    default, a KLX config trains exactly as its TRL parent does.
+
+    Parameters:
+        kl_penalty_coef (`float`, *optional*, defaults to `0.0`):
+            Strength of the KL penalty, and the starting value of the controller. `0.0` switches it off.
+        kl_penalty_reference_step (`int`, *optional*):
+            Reference: the policy as saved at this step. `0` is the initial policy, `N` is `checkpoint-N` in
+            `output_dir`. If unset (and no other reference is chosen), the reference is the base model with the adapter
+            disabled, or the initial weights in full fine-tuning.
+        kl_ref_adapter_path (`str`, *optional*):
+            Reference: the LoRA adapter in this directory (or Hub repository), on the base model shared with the
+            policy.
+        kl_ref_lag (`int`, *optional*):
+            Moving reference: the policy as it was this many optimizer steps ago.
+        kl_ref_sync_steps (`int`, *optional*):
+            Moving reference: a copy of the policy, refreshed every this many optimizer steps.
+        kl_ref_mixup_alpha (`float`, *optional*):
+            With `kl_ref_sync_steps`: weight of the policy in each refresh, `ref = (1 - alpha) * ref + alpha * policy`.
+            If unset, each refresh is a plain copy.
+        kl_placement (`str`, *optional*, defaults to `"advantage"`):
+            Where the penalty acts: `"advantage"` (zero-mean adjustment of per-token advantages), `"reward"` (the KL is
+            subtracted from the reward: a sequence's, or in PPO each token's) or `"loss"` (a KL term in the loss).
+        kl_estimator (`str`, *optional*):
+            Per-token estimator that is penalised: `"k1"` or `"importance"`, and with `kl_placement="loss"` `"k3"`,
+            `"k2"` or `"full"`. If unset, the first of them.
+        kl_centering (`str`, *optional*):
+            With `kl_placement="advantage"`: the set of tokens over which the adjustment has zero mean: `"batch"` (the
+            whole generation batch on all processes), `"microbatch"`, `"group"`, `"sequence"` or `"none"`. If unset,
+            `"batch"`.
+        kl_discount (`float`, *optional*, defaults to `0.0`):
+            With `kl_placement="advantage"`: `0.0` lets each token pay for its own KL, a value in (0, 1] for the
+            discounted KL from this token on.
+        kl_statistic (`str`, *optional*):
+            Estimator of the KL that is logged and that drives the controller: `"k3"`, or `"full"`, which is exact for
+            each visited state and so less noisy. If unset, `"k3"`, and `"full"` with `kl_estimator="full"`.
+        kl_ignore_tokens (`list`, *optional*):
+            Tokens whose KL is neither measured nor penalised: ids, single tokens as strings, or `"eos"` for every
+            token that ends a completion.
+        kl_update_target (`float`, *optional*):
+            With several optimizer steps per rollout: skip the rest of them once the policy has moved this far, in
+            nats, from where it was when the rollout was sampled.
+        kl_controller (`str`, *optional*):
+            Name of the controller in the registry. If unset, `"adaptive"` when `kl_target` is set, else `"fixed"`.
+        kl_target (`float`, *optional*):
+            The KL to hold, in nats.
+        kl_target_unit (`str`, *optional*, defaults to `"sequence"`):
+            Whether target and KL statistic are a sum per completion (`"sequence"`) or a mean per token (`"token"`).
+        kl_horizon (`int`, *optional*, defaults to `10000`):
+            Horizon of the adaptive controller, in completions over all processes.
+        kl_coef_min (`float`, *optional*, defaults to `1e-4`):
+            Lower bound of every adaptive coefficient.
+        kl_coef_max (`float`, *optional*, defaults to `10.0`):
+            Upper bound of every adaptive coefficient.
+        kl_controller_kwargs (`dict` or `str`, *optional*):
+            Further keyword arguments of the controller; a JSON object on the command line.
+        kl_monitor (`bool`, *optional*, defaults to `False`):
+            Measure and log the KL although the penalty is off.
+        kl_warn_window (`int`, *optional*, defaults to `100`):
+            Number of generation batches over which the drift diagnostics average the KL. `0` switches them off.
+    """
+
+    # The algorithm whose placements `kl_placement` chooses from.
+    _algorithm: ClassVar[str]
+
+    kl_penalty_coef: float = _kl_field(
+        0.0, "Strength of the KL penalty and starting value of the controller. 0.0 switches it off."
+    )
+    kl_penalty_reference_step: int | None = _kl_field(
+        None,
+        "Reference: the policy as saved at this step. 0 is the initial policy, N is `checkpoint-N` in `output_dir`. "
+        "If unset, the base model with the adapter disabled, or the initial weights in full fine-tuning.",
+    )
+    kl_ref_adapter_path: str | None = _kl_field(
+        None, "Reference: the LoRA adapter in this directory, on the base model shared with the policy."
+    )
+    kl_ref_lag: int | None = _kl_field(None, "Moving reference: the policy as it was this many optimizer steps ago.")
+    kl_ref_sync_steps: int | None = _kl_field(
+        None, "Moving reference: a copy of the policy, refreshed every this many optimizer steps."
+    )
+    kl_ref_mixup_alpha: float | None = _kl_field(
+        None,
+        "With `kl_ref_sync_steps`: weight of the policy in each refresh, `ref = (1 - alpha) * ref + alpha * policy`. "
+        "If unset, each refresh is a plain copy.",
+    )
+    kl_placement: str = _kl_field(
+        "advantage",
+        "Where the penalty acts: 'advantage' (zero-mean adjustment of per-token advantages), 'reward' (the KL is "
+        "subtracted from the reward: a sequence's, or in PPO each token's) or 'loss' (a KL term in the loss).",
+        KL_PLACEMENTS,
+    )
+    kl_estimator: str | None = _kl_field(
+        None,
+        "Per-token estimator that is penalised: 'k1' or 'importance', and with `kl_placement='loss'` 'k3', 'k2' or "
+        "'full'. If unset, the first of them.",
+        KL_ESTIMATORS,
+    )
+    kl_centering: str | None = _kl_field(
+        None,
+        "With `kl_placement='advantage'`: set of tokens over which the adjustment has zero mean: 'batch' (the whole "
+        "generation batch on all processes), 'microbatch', 'group', 'sequence' or 'none'. If unset, 'batch'.",
+        KL_CENTERINGS,
+    )
+    kl_discount: float = _kl_field(
+        0.0,
+        "With `kl_placement='advantage'`: 0.0 lets each token pay for its own KL, a value in (0, 1] for the "
+        "discounted KL from this token on.",
+    )
+    kl_statistic: str | None = _kl_field(
+        None,
+        "Estimator of the KL that is logged and that drives the controller: 'k3', or 'full', which is exact for each "
+        "visited state and so less noisy. If unset, 'k3', and 'full' with `kl_estimator='full'`.",
+        KL_STATISTICS,
+    )
+    kl_ignore_tokens: list[str] | None = _kl_field(
+        None,
+        "Tokens whose KL neither counts nor pays: ids, single tokens as strings, or 'eos' for every token that ends a "
+        "completion.",
+    )
+    kl_update_target: float | None = _kl_field(
+        None,
+        "With several optimizer steps per rollout: skip the rest of them once the policy has moved this far, in nats, "
+        "from where it was when the rollout was sampled.",
+    )
+    kl_controller: str | None = _kl_field(
+        None,
+        "Name of the controller in the registry: 'fixed', 'adaptive', 'exponential', 'pid' or one of your own. If "
+        "unset, 'adaptive' when `kl_target` is set, else 'fixed'.",
+    )
+    kl_target: float | None = _kl_field(None, "The KL to hold, in nats.")
+    kl_target_unit: str = _kl_field(
+        "sequence",
+        "Whether target and KL statistic are a sum per completion ('sequence') or a mean per token ('token').",
+        KL_UNITS,
+    )
+    kl_horizon: int = _kl_field(10000, "Horizon of the adaptive controller, in completions over all processes.")
+    kl_coef_min: float = _kl_field(1e-4, "Lower bound of every adaptive coefficient.")
+    kl_coef_max: float = _kl_field(10.0, "Upper bound of every adaptive coefficient.")
+    kl_controller_kwargs: dict[str, Any] | str | None = _kl_field(
+        None, "Further keyword arguments of the controller; a JSON object on the command line."
+    )
+    kl_monitor: bool = _kl_field(False, "Measure and log the KL although the penalty is off.")
+    kl_warn_window: int = _kl_field(
+        100, "Number of generation batches over which the drift diagnostics average the KL. 0 switches them off."
+    )
+
+    @property
+    def kl_penalty_enabled(self) -> bool:
+        """Whether the KL is penalised."""
+        return self.kl_penalty_coef > 0.0
+
+    @property
+    def kl_enabled(self) -> bool:
+        """Whether the KL is measured at all."""
+        return self.kl_penalty_enabled or self.kl_monitor
+
+    @property
+    def kl_needs_full(self) -> bool:
+        """Whether the KL over the whole vocabulary is computed, to be penalised or to be the statistic."""
+        return self.kl_enabled and "full" in (self.kl_estimator, self.kl_statistic)
+
+    @property
+    def kl_controller_name(self) -> str:
+        """Name of the controller, with the default resolved."""
+        if self.kl_controller is not None:
+            return self.kl_controller
+        return "adaptive" if self.kl_target is not None and self.kl_penalty_enabled else "fixed"
+
+    @property
+    def placement_class(self) -> type[Placement]:
+        """The class behind `kl_placement`."""
+        return get_placement(self._algorithm, self.kl_placement)
+
+    def build_kl_controller(self) -> KLController:
+        """Build the controller these fields describe."""
+        kwargs = self.kl_controller_kwargs or {}
+        assert not isinstance(kwargs, str)  # JSON is parsed when the config is built
+        return get_kl_controller(
+            self.kl_controller_name,
+            init_coef=float(self.kl_penalty_coef),
+            target=self.kl_target,
+            horizon=self.kl_horizon,
+            min_coef=self.kl_coef_min,
+            max_coef=self.kl_coef_max,
+            **kwargs,
+        )
+
+    def _placement_defaults(self) -> dict[str, str]:
+        placement = self.placement_class
+        return {
+            "kl_estimator": placement.estimators[0],
+            "kl_centering": "batch" if placement.centers else "none",
+        }
