@@ -86,23 +86,14 @@ def run_once(case: dict) -> None:
 
 
 def run_klx(common, coef, fields, policy, reward_model, tokenizer, prompts) -> dict:
-    import torch
     from datasets import Dataset
     from stories import vader
 
     from trl_klx import KLXPPOConfig, KLXPPOTrainer
 
-    @torch.no_grad()
-    def score(prompts, completion_ids, **kwargs) -> list[float]:
-        # TRL gives a reward model the text, and so other tokens than those that were sampled.
-        ids = [prompt + ids for prompt, ids in zip(tokenizer(prompts)["input_ids"], completion_ids, strict=True)]
-        padded = tokenizer.pad({"input_ids": ids}, padding_side="right", return_tensors="pt")
-        hidden = reward_model.base_model(**padded).last_hidden_state
-        last = padded["attention_mask"].sum(1) - 1
-        return reward_model.score(hidden[torch.arange(len(ids)), last]).squeeze(-1).tolist()
-
     fields = dict(fields)
-    reward = {"projection": score, "vader": vader}[fields.pop("reward", "projection")]
+    by_model = fields.pop("reward", "projection") == "projection"
+    reward = {"reward_model": reward_model} if by_model else {"reward_funcs": [vader]}
     extras = {"value_model": copy.deepcopy(reward_model)} if fields.pop("value_model", False) else {}
     args = KLXPPOConfig(
         **common,
@@ -116,7 +107,7 @@ def run_klx(common, coef, fields, policy, reward_model, tokenizer, prompts) -> d
         processing_class=tokenizer,
         model=policy,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-        reward_funcs=[reward],
+        **reward,
         **extras,
     )
     trainer.train()

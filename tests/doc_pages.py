@@ -16,7 +16,7 @@ from trl_klx.cli.main import TRAINING, main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 # Languages that no test runs, and why that is right.
 SHOWN = {
     "": "output of a command",

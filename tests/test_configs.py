@@ -24,6 +24,7 @@ from config_fields import (
 )
 from trl_klx import KLXGRPOConfig, KLXRLOOConfig
 from trl_klx.trainers.config import KLXConfigMixin
+from trl_klx.trainers.kl_fields import KLFields
 
 
 def parse(config_class, tmp_path, flags=(), **content):
@@ -51,7 +52,7 @@ def test_every_field_of_the_design_is_there_with_its_default(config_class):
 def test_every_field_has_a_help_text_and_a_line_in_the_docstring(config_class, name):
     help_text = config_class.__dataclass_fields__[name].metadata["help"]
     assert len(help_text) > 20 and help_text.endswith(".")
-    assert re.search(rf"^        {name} \(`.+`.*\):$", KLXConfigMixin.__doc__, flags=re.MULTILINE)
+    assert re.search(rf"^        {name} \(`.+`.*\):$", KLFields.__doc__, flags=re.MULTILINE)
 
 
 @both_configs
@@ -299,7 +300,7 @@ REMEDIES = {
     "kl_ref_lag": "Leave it unset",
     "kl_ref_sync_steps": "Leave it unset",
     "kl_ref_mixup_alpha": "Leave it unset",
-    "kl_placement": "'advantage', 'reward', 'loss'",
+    "kl_placement": "'advantage', 'loss', 'reward'",
     "kl_estimator": ", ".join(repr(name) for name in ESTIMATORS),
     "kl_centering": ", ".join(repr(name) for name in CENTERINGS),
     "kl_discount": "Set it to 0.0",

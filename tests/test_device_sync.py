@@ -18,6 +18,7 @@ import trl_klx
 from tiny import build_trainer, lora, scripted_rollout, trained_lora
 from tiny_ppo import build_ppo
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
+from trl_klx.control.metrics import Sums
 from trl_klx.maths.advantages import (
     center_kl_advantages,
     discount_kl,
@@ -49,7 +50,7 @@ class Waits(TorchDispatchMode):
         frame = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
-            if name.startswith(OURS):
+            if name.startswith(OURS) and frame.f_code is not Sums.pop.__code__:  # who asks for the sums is what counts
                 self.seen[frame.f_code.co_name] += 1
                 return
             if name.startswith(HOSTS):
@@ -124,13 +125,13 @@ def test_once_per_generation_batch(trainer_class, case, tmp_path):
     if trainer_class is KLXGRPOTrainer:
         extras["rollout_func"] = scripted_rollout
     trainer = build_trainer(trainer_class, tmp_path, extras=extras, kl_penalty_coef=0.1, **CASES[case])
-    assert waits(trainer) == {"_klx_finish": 3}
+    assert waits(trainer) == {"finish": 3}
 
 
 def test_ppo_also_waits_to_log(tmp_path):
     trainer = build_ppo(tmp_path, model=trained_lora(1), kl_penalty_coef=0.1, num_ppo_epochs=2, max_steps=3)
     # Three steps of two epochs are two rollouts; the three steps are logged.
-    assert waits(trainer) == {"_klx_finish": 2, "pop": 3}
+    assert waits(trainer) == {"finish": 2, "_klx_read_window": 3}
 
 
 # ---- Maths ----

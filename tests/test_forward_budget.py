@@ -11,7 +11,7 @@ from peft.tuners.lora import LoraLayer
 from trl import GRPOTrainer, RLOOTrainer
 
 from tiny import build_dataset, build_trainer, lora, scripted_rollout, trained_lora
-from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
+from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
 
 
 STEPS = 4
@@ -74,18 +74,18 @@ def run(trainer_class, output_dir, **settings):
 
 
 @functools.cache
-def run_of_trl(algorithm, adapter, batching):
+def run_of_trl(algorithm, adapter, batching, dropout=0.0):
     """What TRL's trainer does; one run serves several tests."""
-    extras = {"peft_config": lora()} if adapter == "lora" else {}
+    extras = {"peft_config": lora(lora_dropout=dropout)} if adapter == "lora" else {}
     with tempfile.TemporaryDirectory() as folder:
         return run(PAIRS[algorithm][0], folder, beta=0.0, extras=extras, **dict(batching))
 
 
-def check(algorithm, tmp_path, extra, batching, adapter="lora", **fields) -> None:
+def check(algorithm, tmp_path, extra, batching, adapter="lora", dropout=0.0, **fields) -> None:
     """One reference pass per generation batch, and `extra` passes of the policy beyond TRL's own."""
     klx_class = PAIRS[algorithm][1]
-    extras = {"peft_config": lora()} if adapter == "lora" else {}
-    theirs, batches = run_of_trl(algorithm, adapter, tuple(batching.items()))
+    extras = {"peft_config": lora(lora_dropout=dropout)} if adapter == "lora" else {}
+    theirs, batches = run_of_trl(algorithm, adapter, tuple(batching.items()), dropout)
     ours, same = run(klx_class, tmp_path, extras=extras, **({"beta": 0.0} | batching | fields))
     assert batches == same and batches
     assert theirs["policy"] >= STEPS * 4 and theirs["reference"] == 0
@@ -138,6 +138,44 @@ def test_monitor_costs_no_policy_pass(algorithm, batching, tmp_path):
     check(algorithm, tmp_path, 0, batching, kl_monitor=True)
 
 
+KINDS = {
+    "batch": {"kl_penalty_coef": 0.1},
+    "microbatch": {"kl_penalty_coef": 0.1, "kl_centering": "microbatch"},
+    "reward": {"kl_penalty_coef": 0.1, "kl_placement": "reward"},
+    "loss": {"kl_penalty_coef": 0.1, "kl_placement": "loss"},
+    "full": {"kl_penalty_coef": 0.1, "kl_statistic": "full"},
+    "monitor": {"kl_monitor": True},
+}
+
+
+@pytest.mark.parametrize("batching", [ONE, ACCUMULATED, TWICE, REUSED], ids=["one", "accumulated", "twice", "reused"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("algorithm", PAIRS)
+def test_dropout_costs_one_policy_pass(algorithm, kind, batching, tmp_path):
+    # Without dropout, once per generation batch, whatever TRL has scored with it.
+    check(algorithm, tmp_path, 1, batching, dropout=0.1, **KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", [name for name in KINDS if name != "microbatch"])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_dropout_costs_ppo_one_policy_pass(epochs, kind, tmp_path):
+    counted = []
+    for dropout in (0.0, 0.1):
+        fields = {"num_generations": 1, "num_ppo_epochs": epochs, "disable_dropout": False, "kl_penalty_coef": 0.0}
+        extras = {"rollout_func": scripted_rollout, "peft_config": lora(lora_dropout=dropout)}
+        counted.append(run(KLXPPOTrainer, tmp_path, extras=extras, **(fields | KINDS[kind])))
+    (without, batches), (with_it, same) = counted
+    assert batches == same and batches
+    assert with_it["reference"] == without["reference"] == sum(batches)
+    assert with_it["policy"] - without["policy"] == sum(batches)
+
+
+def test_dropout_without_kl_control_costs_nothing(tmp_path):
+    theirs, batches = run_of_trl("grpo", "lora", tuple(ACCUMULATED.items()), 0.1)
+    extras = {"peft_config": lora(lora_dropout=0.1)}
+    assert run(KLXGRPOTrainer, tmp_path, extras=extras, **ACCUMULATED) == (theirs, batches)
+
+
 @pytest.mark.parametrize(("batching", "extra"), [(ONE, 0), (ACCUMULATED, 1)], ids=["one", "accumulated"])
 @pytest.mark.parametrize(
     "fields",
@@ -178,11 +216,13 @@ def test_no_gradient_is_kept_for_the_reference(tmp_path):
     assert grads == {("policy", True): 6, ("policy", False): 6, ("reference", False): 6}
 
 
-def test_evaluation_costs_one_reference_pass(tmp_path):
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_evaluation_costs_one_reference_pass(dropout, tmp_path):
+    # Evaluation has no dropout that would have to be undone.
     trainer = build_trainer(
         KLXGRPOTrainer,
         tmp_path,
-        model=trained_lora(1),
+        model=trained_lora(1, lora_dropout=dropout),
         kl_penalty_coef=0.1,
         per_device_eval_batch_size=4,
         num_generations_eval=2,

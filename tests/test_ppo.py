@@ -129,7 +129,7 @@ def test_completions_without_a_score_do_not_train(tmp_path):
     assert logged(trainer, "ppo/score")[0] == pytest.approx(statistics.fmean(scores), abs=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "full", "trlx", "importance"])
+@pytest.mark.parametrize("estimator", ["k1", "importance"])
 def test_every_estimator_is_what_the_reward_pays(estimator, tmp_path):
     trainer = record(tmp_path, kl_estimator=estimator, whiten_advantages=False)
     reference = build_model().eval()
@@ -337,23 +337,31 @@ def test_placement_advantage_adds_the_adjustment_to_whitened_advantages(centerin
         assert any(score is None for score in plain_scores(trainer.rollouts[1]))
 
 
-def test_placement_loss_adds_the_controller_s_coefficient_times_k3(tmp_path):
+@pytest.mark.parametrize("estimator", ["k3", "k2", "full"])
+def test_placement_loss_adds_the_controller_s_coefficient_times_the_kl(estimator, tmp_path):
+    """`coef * ratio * kl` of each token for the sampled estimators, `coef * kl` for the exact one."""
     trainer = record(
-        tmp_path, kl_placement="loss", kl_target=0.5, kl_horizon=20, use_bias_correction_kl=False, learning_rate=1e-2
+        tmp_path, kl_placement="loss", kl_estimator=estimator, kl_target=0.5, kl_horizon=20, learning_rate=1e-2
     )
-    reference, args = build_model().eval(), trainer.args
+    reference, args, ratios = build_model().eval(), trainer.args, []
     assert trainer.rollouts[0]["coef"] != trainer.rollouts[1]["coef"]
 
     def term(micro, rollout):
+        kl = kl_of_tokens(micro["policy"], reference, micro, estimator, args.temperature)
         with torch.no_grad():
-            lr = sampled_logps(micro["policy"], micro, args.temperature)
-            lr = lr - sampled_logps(reference, micro, args.temperature)
-        k3 = sum(
-            math.exp(-float(lr[i, t])) - 1 + float(lr[i, t]) for i, row in enumerate(counting(micro)) for t in row
-        )
-        return rollout["coef"] * k3
+            logps, old_logps = (
+                sampled_logps(policy, micro, args.temperature) for policy in (micro["policy"], rollout["policy"])
+            )
+        total = 0.0
+        for row, positions in enumerate(counting(micro)):
+            for t in positions:
+                ratios.append(math.exp(float(logps[row, t] - old_logps[row, t])))
+                total += kl[row][t] * (1.0 if estimator == "full" else ratios[-1])
+        return rollout["coef"] * total
 
     check_losses(trainer, reference, term=term)
+    # The ratio made a difference.
+    assert max(ratios) > 1.1 and min(ratios) < 0.9
 
 
 @pytest.mark.parametrize("placement", ["reward", "advantage", "loss"])
@@ -389,7 +397,10 @@ def test_controllers_drive_every_placement(controller, placement, tmp_path):
 def test_without_a_penalty_it_is_plain_ppo(tmp_path):
     trainer = record(tmp_path, kl_penalty_coef=0.0)
     assert trainer.kl_reference is None and trainer.kl_controller is None and trainer.ref_model is None
-    assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("klx/")]
+    names = {name for entry in trainer.state.log_history for name in entry if name.startswith("klx/")}
+    assert names == {"klx/kl_update"}  # how far a rollout's steps have moved the policy, which needs no reference
+    updates = logged(trainer, "klx/kl_update")
+    assert len(updates) == 8 and updates[0] == pytest.approx(0.0, abs=1e-6) and max(updates) > 1e-3
     assert logged(trainer, "ppo/non_score_reward") == [0.0, 0.0]
     check_losses(trainer, build_model())
 

@@ -12,7 +12,7 @@ import yaml
 from trl import GRPOConfig, TrlParser
 
 from trl_klx import KLXGRPOConfig, KLXPPOConfig
-from trl_klx.ppo.config import COMPUTED
+from trl_klx.ppo.trl112_fields import COMPUTED, TRL112Fields
 
 
 BARE = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": []}
@@ -107,7 +107,8 @@ def test_default_penalty_is_on_in_the_reward_with_a_fixed_coefficient():
 def test_every_own_field_has_a_help_text_and_a_line_in_the_docstring(name):
     help_text = KLXPPOConfig.__dataclass_fields__[name].metadata["help"]
     assert len(help_text) > 10 and help_text.endswith(".")
-    assert re.search(rf"^        {name} \(`.+`.*\):$", KLXPPOConfig.__doc__, flags=re.MULTILINE)
+    owner = TRL112Fields if name in TRL112Fields.__dataclass_fields__ else KLXPPOConfig
+    assert re.search(rf"^        {name} \(`.+`.*\):$", owner.__doc__, flags=re.MULTILINE)
 
 
 def test_number_of_generations_is_a_plain_int_afterwards():
@@ -443,10 +444,8 @@ def test_inert_field_is_refused_without_a_penalty_too(name):
 WORKING = {
     "epsilon_high": 0.28,
     "delta": 4.0,
-    "importance_sampling_level": "sequence",
     "top_entropy_quantile": 0.5,
     "entropy_coef": 0.01,
-    "off_policy_mask_threshold": 0.5,
     "mask_truncated_completions": True,
     "reward_weights": [1.0, 0.5],
     "num_generations_eval": 2,
@@ -462,10 +461,43 @@ def test_field_of_grpo_that_works_is_accepted(name):
     assert getattr(build(**{name: WORKING[name]}), name) == WORKING[name]
 
 
-def test_bias_correction_is_accepted_where_there_is_a_term_to_correct():
-    assert build(kl_placement="loss", use_bias_correction_kl=False).use_bias_correction_kl is False
-    assert "use_bias_correction_kl" in refusal(kl_placement="advantage", use_bias_correction_kl=False)
-    assert "use_bias_correction_kl" in refusal(kl_placement="loss", kl_penalty_coef=0.0, use_bias_correction_kl=False)
+# Fields of GRPO that treat a sequence as a whole, which PPO's advantages do not.
+PER_SEQUENCE = {"importance_sampling_level": "sequence", "off_policy_mask_threshold": 0.5}
+
+
+@pytest.mark.parametrize("penalty", [{}, {"kl_penalty_coef": 0.0}, {"kl_placement": "loss"}], ids=str)
+@pytest.mark.parametrize("name", PER_SEQUENCE)
+def test_field_of_grpo_that_treats_sequences_as_a_whole_is_refused(name, penalty):
+    message = refusal(**{name: PER_SEQUENCE[name]}, **penalty)
+    assert message.startswith(f"`{name}={PER_SEQUENCE[name]!r}` cannot be used in PPO, whose advantages differ")
+    remedy = {"importance_sampling_level": "Set it to 'token'.", "off_policy_mask_threshold": "`kl_update_target`"}
+    assert remedy[name] in message
+    assert build(importance_sampling_level="token", off_policy_mask_threshold=None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"kl_placement": "loss"}, {"kl_placement": "advantage"}, {"kl_placement": "loss", "kl_penalty_coef": 0.0}],
+)
+def test_bias_correction_of_trl_s_kl_term_is_refused_everywhere(fields):
+    message = refusal(use_bias_correction_kl=False, **fields)
+    assert message.startswith("`use_bias_correction_kl=False` has no effect") and message.lower().endswith("unset it.")
+
+
+# What a policy gradient can be paid by, and what can be a term of the loss.
+ACCEPTED = {"reward": ["k1", "importance"], "advantage": ["k1", "importance"], "loss": ["k3", "k2", "full"]}
+
+
+@pytest.mark.parametrize("placement", ACCEPTED)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "full", "trlx", "importance"])
+def test_estimators_of_each_placement(estimator, placement):
+    fields = {"kl_placement": placement, "kl_estimator": estimator}
+    if estimator in ACCEPTED[placement]:
+        assert build(**fields).kl_estimator == estimator
+        return
+    message = refusal(**fields)
+    assert message.startswith(f"`kl_estimator={estimator!r}` cannot be used with `kl_placement={placement!r}`: ")
+    assert "Use one of " + ", ".join(repr(name) for name in ACCEPTED[placement]) in message
 
 
 def test_reference_adapter_without_a_kl_is_refused():
@@ -524,4 +556,7 @@ def test_kl_fields_are_checked_as_in_every_config():
         assert "`kl_penalty_coef`" in refusal(kl_coef=-1.0)
     assert "`kl_target`" in refusal(kl_controller="adaptive")
     assert "`kl_centering='group'`" in refusal(kl_centering="group")  # without effect in the reward
-    assert build(kl_placement="advantage", kl_centering="group").kl_centering == "group"
+    grouped = {"kl_placement": "advantage", "kl_centering": "group"}
+    message = refusal(**grouped)
+    assert "`kl_centering='group'` has no groups with `num_generations=1`" in message
+    assert build(**grouped, num_generations=4).kl_centering == "group"

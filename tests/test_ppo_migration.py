@@ -56,7 +56,7 @@ FORMER_FIELDS = {
     "num_ppo_epochs": 2,
     "whiten_rewards": True,
     "kl_coef": 0.1,
-    "kl_estimator": "k3",
+    "kl_estimator": "k1",
     "cliprange": 0.3,
     "vf_coef": 0.5,
     "cliprange_value": 0.3,
@@ -310,6 +310,14 @@ def test_guide_is_right_about_every_field(name, fate, today):
     else:
         assert fate == "same" and changes == []
         assert getattr(config, name) == value
+
+
+def test_k3_in_the_reward_is_refused_with_what_the_guide_says():
+    (today,) = [row[2] for row in CONFIG_ROWS if row[0] == "`kl_estimator`"]
+    assert '`"k3"` is refused in the reward' in today and '`kl_placement="loss"`' in today
+    with pytest.raises(ValueError, match=r"`kl_estimator='k3'` cannot be used with `kl_placement='reward'`.*'k1'"):
+        KLXPPOConfig(**BARE, kl_estimator="k3")
+    assert KLXPPOConfig(**BARE, kl_estimator="k3", kl_placement="loss").kl_estimator == "k3"
 
 
 # Defaults of TRL 1.12 that the guide calls unchanged.

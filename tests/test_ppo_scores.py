@@ -150,6 +150,16 @@ def text_scores(model, tokenizer, rollout) -> list[float]:
     return scores
 
 
+def token_scores(model, rollout) -> list[float]:
+    """What a reward model says to the tokens of prompt and completion as they were sampled."""
+    scores = []
+    for row in range(len(rollout["completion_ids"])):
+        real = [rollout[f"{part}_ids"][row][rollout[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")]
+        with torch.no_grad():
+            scores.append(float(model(input_ids=torch.cat(real).unsqueeze(0)).logits[0, 0]))
+    return scores
+
+
 @pytest.mark.parametrize("given", ["instance", "path", "config", "function"])
 def test_reward_model(given, tmp_path):
     scorer, tokenizer = build_scorer(seed=9), build_tokenizer()
@@ -168,7 +178,11 @@ def test_reward_model(given, tmp_path):
     trainer = record(tmp_path / "out", rewards=rewards, extras=extras, **fields)
     assert len(trainer.reward_funcs) == 1
     for rollout in trainer.rollouts:
-        expected = text_scores(build_scorer(seed=9), tokenizer, rollout)
+        by_text = text_scores(build_scorer(seed=9), tokenizer, rollout)
+        by_token = token_scores(build_scorer(seed=9), rollout)
+        assert by_text != pytest.approx(by_token, abs=1e-2)
+        # Given by path it has a tokenizer of its own, and reads the text.
+        expected = by_token if given == "instance" else by_text
         assert rollout["rewards"][:, 0].tolist() == pytest.approx(expected, abs=1e-5)
         check_rollout(trainer, rollout, build_model().eval())
     # The reward model is not trained.
@@ -180,7 +194,7 @@ def test_reward_model_beside_reward_functions(tmp_path):
     trainer = record(tmp_path, reward_weights=[1.0, 0.5], extras={"reward_model": build_scorer(seed=9)})
     assert trainer.rollouts[0]["rewards"].shape == (8, 2)
     rollout = trainer.rollouts[0]
-    expected = text_scores(build_scorer(seed=9), build_tokenizer(), rollout)
+    expected = token_scores(build_scorer(seed=9), rollout)
     assert rollout["rewards"][:, 1].tolist() == pytest.approx(expected, abs=1e-5)
     check_rollout(trainer, rollout, build_model().eval(), [even + 0.5 * s for even, s in rollout["rewards"].tolist()])
 
@@ -189,7 +203,7 @@ def test_reward_model_in_training_mode_gives_one_answer(tmp_path):
     scorer = build_scorer(seed=9, attention_dropout=0.5).train()
     trainer = record(tmp_path, rewards=None, extras={"reward_model": scorer})
     rollout = trainer.rollouts[0]
-    expected = text_scores(build_scorer(seed=9), build_tokenizer(), rollout)
+    expected = token_scores(build_scorer(seed=9), rollout)
     assert rollout["rewards"][:, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -309,7 +323,17 @@ def test_completions_are_logged_with_ppo_s_advantages(tmp_path, capsys):
 
 @pytest.mark.parametrize("window", [4, 6])
 def test_explained_variance_is_that_of_all_tokens_of_the_window(window, tmp_path):
-    trainer = record(tmp_path, max_steps=12, logging_steps=window, learning_rate=1e-2)
+    # The same prompts in every rollout, and rewards that follow from them: a critic can learn these in a few steps.
+    trainer = record(
+        tmp_path,
+        max_steps=12,
+        logging_steps=window,
+        rewards=lambda prompts, **kwargs: [3.0 * (int(prompt.split()[0][1:]) % 2) for prompt in prompts],
+        dataset=build_dataset(8),
+        learning_rate=1e-3,
+        value_learning_rate=1e-2,
+        cliprange_value=10.0,
+    )
     trained = {4: [[0], [1], [2]], 6: [[0, 1], [2]]}[window]
     entries = logged(trainer, "ppo/explained_variance")
     assert len(entries) == len(trained)
@@ -321,7 +345,7 @@ def test_explained_variance_is_that_of_all_tokens_of_the_window(window, tmp_path
             errors += (rollout["ppo_returns"] - rollout["ppo_values"])[real].tolist()
         expected = 1.0 - statistics.pvariance(errors) / statistics.pvariance(returns)
         assert entry == pytest.approx(expected, abs=1e-5)
-    assert any(abs(entry) > 0.05 for entry in entries)
+    assert entries[-1] > 0.15
 
 
 def test_explained_variance_of_returns_that_do_not_vary_is_zero(tmp_path):
@@ -370,13 +394,11 @@ def test_everything_logged_is_json(tmp_path):
         {"loss_type": "grpo"},
         {"loss_type": "bnpo"},
         {"loss_type": "dr_grpo"},
-        {"importance_sampling_level": "sequence"},
         {"delta": 1.5},
         {"epsilon_high": 0.5},
         {"top_entropy_quantile": 0.5},
         {"entropy_coef": 0.01},
         {"use_adaptive_entropy": True, "entropy_target": 2.0},
-        {"off_policy_mask_threshold": 0.01},
         {"gradient_checkpointing": True},
         {"bf16": True},
         {"whiten_rewards": True},

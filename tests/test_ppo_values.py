@@ -16,6 +16,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ppo_checks import check_losses, record
 from tiny import (
     RUN,
+    assert_same_weights,
     build_dataset,
     build_model,
     logged,
@@ -29,7 +30,9 @@ from tiny_ppo import (
     train_ppo,
 )
 from trl_klx import KLXPPOTrainer
-from trl_klx.ppo.value_function import ReturnScale, ValueHead, copy_top_layers
+from trl_klx.ppo import policy_layers
+from trl_klx.ppo.policy_layers import copy_top_layers, layer_stack
+from trl_klx.ppo.value_function import ReturnScale, ValueHead
 from value_checks import ADAPTERS, parts
 
 
@@ -125,9 +128,69 @@ def test_layers_that_cannot_be_copied_are_refused(tmp_path):
     model.model.layers[-1].mlp.up_proj.weight = torch.nn.Parameter(
         torch.zeros(4, dtype=torch.uint8), requires_grad=False
     )
-    with pytest.raises(ValueError, match=r"`num_value_layers=2` cannot copy .* Set `num_value_layers=0`"):
+    with pytest.raises(ValueError, match=r"`num_value_layers=2` cannot copy .* quantized.* Set `num_value_layers=0`"):
         copy_top_layers(model, 2)
     assert copy_top_layers(model, 0) == []
+
+
+def test_layers_of_a_policy_that_says_it_is_quantized_are_refused():
+    model = build_model()
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(
+        ValueError, match=r"its layers are quantized, and cannot be trained\. Set `num_value_layers=0`"
+    ):
+        copy_top_layers(model, 1)
+    one_byte = build_model()
+    one_byte.model.layers[-1].to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="quantized"):
+        copy_top_layers(one_byte, 1)
+
+
+def test_layers_that_are_not_in_one_list_are_refused(tmp_path):
+    model = build_model()
+    model.config.num_hidden_layers = 3
+    with pytest.raises(ValueError, match=r"its layers are not in one list\. Set `num_value_layers=0`"):
+        copy_top_layers(model, 2)
+    # With a head on the last hidden states such a policy trains.
+    train_ppo(tmp_path, model=model, num_value_layers=0, max_steps=1)
+
+
+def test_layers_are_those_that_read_the_text():
+    model = build_model()
+    # A vision tower with as many layers, which comes first.
+    model._modules = {"vision": torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]), **model._modules}
+    assert layer_stack(model) is model.model.layers
+
+
+def test_layers_that_are_called_more_than_once_are_refused(tmp_path):
+    class Twice(torch.nn.Module):
+        """Calls a layer twice, as models do that share layers."""
+
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *args, **kwargs):
+            return self.layer(self.layer(*args, **kwargs), *args[1:], **kwargs)
+
+    trainer = build_ppo(tmp_path, max_steps=1)
+    layers = trainer.model.model.layers
+    layers[1] = Twice(layers[1])
+    with pytest.raises(ValueError, match=r"`num_value_layers=2` does not fit this policy.* called 3 times.*Set"):
+        trainer.train()
+
+
+def test_layers_of_weights_in_parts_are_copied_whole(monkeypatch):
+    """As under ZeRO-3, where a weight is empty and its parts are joined."""
+    model, whole = build_model(), {}
+    for weight in model.model.layers[1].parameters():
+        whole[weight] = weight.data.clone()
+        weight.data = weight.data.new_empty(0)
+    monkeypatch.setattr(policy_layers, "join_parts", lambda weight: whole[weight])
+    (layer,) = copy_top_layers(model, 1)
+    expected = build_model().model.layers[1].state_dict()
+    assert_same_weights(layer.state_dict(), expected)
+    assert all(weight.requires_grad for weight in layer.parameters())
 
 
 @pytest.mark.parametrize("checkpointing", [{"use_reentrant": False}, {"use_reentrant": True}, None])
@@ -193,11 +256,18 @@ def test_return_scale_by_hand():
     assert float(scale.mean) == pytest.approx(13.6 / 3.8)
     assert float(scale.std) == pytest.approx(math.sqrt(59.0 / 3.8 - (13.6 / 3.8) ** 2))
     again = ReturnScale()
+    scale.observe(torch.tensor([2.0, 0.0, 8.0], dtype=torch.float64))
     again.load_state_dict(scale.state_dict(), torch.device("cpu"))
-    again.advance()
+    # Both those in use, as for an evaluation, and those of the next rollout.
     assert (again.mean, again.std) == (scale.mean, scale.std)
-    with pytest.raises(ValueError, match="expected three finite numbers"):
-        again.load_state_dict([1.0, math.nan, 0.0], torch.device("cpu"))
+    before = scale.mean
+    scale.advance(), again.advance()
+    assert (again.mean, again.std) == (scale.mean, scale.std) and scale.mean != before
+    again.load_state_dict(None, torch.device("cpu"))
+    assert (again.mean, again.std) == (0.0, 1.0)
+    for name in ("in_use", "next"):
+        with pytest.raises(ValueError, match="expected three finite numbers"):
+            again.load_state_dict(scale.state_dict() | {name: [1.0, math.nan, 0.0]}, torch.device("cpu"))
 
 
 def test_return_scale_of_equal_returns_is_one():
@@ -433,11 +503,17 @@ def test_best_model_comes_with_its_value_function(tmp_path, caplog):
         tmp_path, max_steps=4, num_ppo_epochs=1, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
         per_device_eval_batch_size=4, load_best_model_at_end=True, metric_for_best_model="eval_ppo/score",
         greater_is_better=True, rewards=falling_reward(), extras={"eval_dataset": build_dataset(4)},
+        reward_scaling="ref",
     )  # fmt: skip
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     best = load_file(tmp_path / "checkpoint-1" / "value_function.safetensors")
     assert all(torch.equal(best[name], weight) for name, weight in value_state(trainer).items())
+    # And with the units in which it counts, and what scales the rewards: those of the best step, not of the last.
+    states = [json.loads((tmp_path / f"checkpoint-{step}" / "ppo_state.json").read_text()) for step in (1, 4)]
+    restored = trainer._ppo_scaler.state_dict() | {"return_moments": trainer.value_function.scale.state_dict()}
+    assert restored == states[0] != states[1]
+    assert states[0]["return_moments"] != states[1]["return_moments"] and states[0]["count"] != states[1]["count"]
     assert "missing keys" not in caplog.text
     load_full(tmp_path / "checkpoint-1", trainer)
 
@@ -466,8 +542,18 @@ def test_checkpoint_with_another_kind_of_value_function_is_refused(tmp_path):
     train_ppo(tmp_path, max_steps=2, **saved)
     trainer = build_ppo(tmp_path, max_steps=4, extras=parts("full", "model"), **saved)
     with pytest.raises(
-        ValueError, match=r"Cannot resume: the value function in .* Pass the `value_model` of that run"
+        ValueError, match=r"Cannot resume: the value function in .* Build the trainer with the `value_model` and"
     ):
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(("saved_with", "resumed_with"), [(0, 2), (2, 1)])
+def test_checkpoint_with_other_layers_is_refused(saved_with, resumed_with, tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 2, "num_ppo_epochs": 2}
+    train_ppo(tmp_path, max_steps=2, num_value_layers=saved_with, **saved)
+    trainer = build_ppo(tmp_path, max_steps=4, num_value_layers=resumed_with, **saved)
+    reason = rf"\(it has {saved_with} layers of the policy's, and this trainer's has {resumed_with}\)"
+    with pytest.raises(ValueError, match=rf"Cannot resume: .*{reason}\. .*`num_value_layers` of that run, or delete"):
         trainer.train(resume_from_checkpoint=True)
 
 
