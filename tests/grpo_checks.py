@@ -15,8 +15,11 @@ LORA = {"peft_config": lora()}
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 
 
-def check_advantages(trainer, reference, estimator="k1", discount=0.0, coefs=None) -> None:
-    """Every advantage that TRL's loss saw is TRL's own plus the centered adjustment, to 1e-5."""
+def check_advantages(trainer, reference, estimator="k1", discount=0.0, coefs=None, apart=False) -> None:
+    """
+    Every advantage that TRL's loss saw is TRL's own plus the centered adjustment, to 1e-5. With `apart`, TRL's own are left
+    as they were, and the adjustment is a term next to TRL's loss.
+    """
     centering, temperature = trainer.args.kl_centering, trainer.args.temperature
     coefs = logged(trainer, "klx/coef") if coefs is None else coefs
     largest = 0.0
@@ -28,8 +31,8 @@ def check_advantages(trainer, reference, estimator="k1", discount=0.0, coefs=Non
         adjustment = centered(kl, counts, coefs[loss["rollout"]], sets)[rows]
         expected = batch["advantages"][rows].unsqueeze(1) + adjustment
         found = loss["advantages"]
-        if "klx_adjustment" in loss:
-            # TRL's own advantages are left as they were, and the adjustment is a term next to TRL's loss.
+        assert ("klx_adjustment" in loss) == apart
+        if apart:
             assert torch.equal(found, batch["advantages"][rows])
             found = found.unsqueeze(1) + loss["klx_adjustment"]
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

@@ -499,18 +499,26 @@ def test_a_subclass_of_the_users_own(placement, tmp_path):
     assert trainer.computed == 3 and trainer.factor == 3.0
     check_statistic(trainer, trainer.generated, "k3")
     if placement == "advantage":
-        check_advantages(trainer, build_model())
+        # Nobody knows whether a loss that is not TRL's own takes advantages per token.
+        check_advantages(trainer, build_model(), apart=True)
     for loss in trainer.losses:
-        rollout = trainer.generated[loss["rollout"]]
-        advantages, counts = loss["advantages"], loss["completion_mask"]
-        if advantages.ndim == 1:
-            advantages = advantages.unsqueeze(1).expand(counts.shape)
-        own = -((advantages * counts).sum(1) / counts.sum(1)).mean().item()
-        assert loss["loss"].item() == pytest.approx(3.0 * own, abs=1e-5)
+        assert loss["loss"].item() == pytest.approx(-3.0 * loss["advantages"].mean().item(), abs=1e-5)
+        assert (loss["total"] - loss["loss"]).item() == pytest.approx(added_term(trainer, loss), rel=1e-4, abs=1e-6)
+
+
+def added_term(trainer, loss) -> float:
+    """What our part of the loss should be, on policy, where `loss_type="grpo"` averages tokens, then sequences."""
+    rollout, coef = trainer.generated[loss["rollout"]], logged(trainer, "klx/coef")[loss["rollout"]]
+    counts = counting(rollout)
+    if trainer.args.kl_placement == "reward":
+        return 0.0
+    if trainer.args.kl_placement == "loss":
         kl = kl_of_tokens(rollout["policy"], build_model(), rollout, "k3")
-        term = sum(sum(row) / sum(c) for row, c in zip(kl, counting(rollout), strict=True)) / len(kl)
-        added = 0.3 * term if placement == "loss" else 0.0
-        assert (loss["total"] - loss["loss"]).item() == pytest.approx(added, rel=1e-4, abs=1e-6)
+        rows = [[coef * value for value in row] for row in kl]
+    else:
+        kl = kl_of_tokens(rollout["policy"], build_model(), rollout)
+        rows = (-centered(kl, counts, coef, [list(range(len(kl)))])).tolist()
+    return sum(sum(row) / sum(c) for row, c in zip(rows, counts, strict=True)) / len(rows)
 
 
 @dataclass
@@ -522,7 +530,7 @@ class KLXGMPOTrainer(TotalRecorder, KLXTrainerMixin, Recorder, GMPOTrainer):
     _config_class = KLXGMPOConfig
 
 
-@pytest.mark.parametrize("placement", ["reward", "loss"])
+@pytest.mark.parametrize("placement", ["advantage", "reward", "loss"])
 def test_gmpo(placement, tmp_path):
     fields = {"kl_penalty_coef": 0.3, "kl_placement": placement, "scale_rewards": "none", "loss_type": "grpo"}
     fields |= {"num_iterations": 2, "max_steps": 6, "kl_target": 0.05, "kl_horizon": 100}
@@ -534,12 +542,11 @@ def test_gmpo(placement, tmp_path):
     assert all(math.isfinite(value) for value in logged(trainer, "loss") + logged(trainer, "grad_norm"))
     for loss in trainer.losses[::2]:  # on policy, where every ratio is 1
         assert loss["loss"].item() == pytest.approx(-loss["advantages"].mean().item(), abs=1e-5)
-        rollout = trainer.generated[loss["rollout"]]
-        kl = kl_of_tokens(rollout["policy"], build_model(), rollout, "k3")
         # GMPO averages over sequences what it has averaged over the tokens of each, and `loss_type="grpo"` says so.
-        term = sum(sum(row) / sum(c) for row, c in zip(kl, counting(rollout), strict=True)) / len(kl)
-        added = coefs[loss["rollout"]] * term if placement == "loss" else 0.0
-        assert (loss["total"] - loss["loss"]).item() == pytest.approx(added, rel=1e-4, abs=1e-6)
+        assert (loss["total"] - loss["loss"]).item() == pytest.approx(added_term(trainer, loss), rel=1e-4, abs=1e-6)
+    if placement == "advantage":
+        # GMPO's loss has one advantage per sequence.
+        check_advantages(trainer, build_model(), apart=True)
     if placement == "reward":
         assert min(logged(trainer, "rewards/kl_penalty/mean")) < -1e-4
 
@@ -552,3 +559,28 @@ def test_gmpo_without_kl_control_is_trls(tmp_path):
     theirs.train()
     assert logged(ours, "loss") == logged(theirs, "loss")
     assert all(torch.equal(weights(theirs)[name], weight) for name, weight in weights(ours).items())
+
+
+@pytest.mark.parametrize(("host", "folds"), [(GRPOTrainer, True), (MyGRPOTrainer, False), (GMPOTrainer, False)])
+def test_only_trls_own_loss_is_given_advantages_per_token(host, folds, tmp_path):
+    trainer_class = type("Host", (KLXTrainerMixin, host), {"_config_class": KLXGRPOConfig})
+    trainer = build_trainer(trainer_class, tmp_path, kl_penalty_coef=0.3)
+    assert trainer._klx_placement.folds is folds
+
+
+def test_a_mixin_above_ours_does_not_change_where_the_adjustment_enters(tmp_path):
+    class Counting:
+        """Looks at the loss that we return, and is no loss of its own."""
+
+        computed = 0
+
+        def _compute_loss(self, model, inputs):
+            self.computed += 1
+            return super()._compute_loss(model, inputs)
+
+    fields = {"kl_penalty_coef": 0.3, "extras": LORA}
+    plain = train(KLXGRPOTrainer, tmp_path, **fields)
+    watched = train(type("Watched", (Counting, KLXGRPOTrainer), {}), tmp_path, **fields)
+    assert watched.computed == 3
+    assert logged(watched, "loss") == logged(plain, "loss")
+    assert all(torch.equal(weights(plain)[name], weight) for name, weight in weights(watched).items())
