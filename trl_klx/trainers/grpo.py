@@ -44,9 +44,9 @@ class KLXTrainerMixin(KLXCoreMixin, _Host):
         if isinstance(self._klx_placement, GRPOReward):
             self._klx_add_reward_func()
         if isinstance(self._klx_placement, GRPOAdvantage):
-            losses = (cls for cls in type(self).__mro__ if "_compute_loss" in vars(cls))
-            host = next(cls for cls in losses if not issubclass(cls, KLXCoreMixin))
-            self._klx_placement.folds = host is GRPOTrainer
+            order = type(self).__mro__
+            below = order[order.index(KLXCoreMixin) + 1 :]
+            self._klx_placement.folds = next(cls for cls in below if "_compute_loss" in vars(cls)) is GRPOTrainer
 
     def _klx_aggregate(self, per_token_term: torch.Tensor, inputs: Batch) -> torch.Tensor:
         accumulation, tokens = 1.0, inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
