@@ -1,13 +1,13 @@
 """KL control of one run: which KL is measured, what it says, and how the coefficient follows."""
 
 import functools
+import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 
 from ..controllers.advice import KLAdviser
 from ..controllers.base import BatchMeasurement, KLController
@@ -19,9 +19,6 @@ from ..references.base import KLReference
 from .exact_kl import Head
 from .rollout import Rollout, Scored, TokenKL
 from .step_clock import StepClock
-
-
-logger = get_logger(__name__)
 
 
 class KLControl:
@@ -59,6 +56,8 @@ class KLControl:
             Name of the controller in the registry, kept in the state.
         ignored (`tuple[int, ...]`, *optional*, defaults to `()`):
             Tokens whose KL neither counts nor pays.
+        logger (`logging.Logger` or `logging.LoggerAdapter`, *optional*):
+            Where warnings and advice go. If unset, the logger of this module.
     """
 
     def __init__(
@@ -75,6 +74,7 @@ class KLControl:
         penalises: bool = True,
         name: str = "fixed",
         ignored: tuple[int, ...] = (),
+        logger: "logging.Logger | logging.LoggerAdapter[logging.Logger] | None" = None,
     ):
         self.controller = controller
         self.reference = reference
@@ -88,6 +88,7 @@ class KLControl:
         self.name = name
         self.ignored = ignored
         self.clock = StepClock()
+        self.logger = logging.getLogger(__name__) if logger is None else logger
 
     # ---- One generation batch ----
 
@@ -211,7 +212,7 @@ class KLControl:
         sums = rollout.sums.pop(reduce)
         kl_sum, tokens, sequences = sums["kl"]
         if tokens == 0:
-            logger.warning("Every completion of the batch is masked: there is no KL to measure.")
+            self.logger.warning("Every completion of the batch is masked: there is no KL to measure.")
             return {}
         per = sequences if self.unit == "sequence" else tokens
         kl = kl_sum / per
@@ -223,7 +224,9 @@ class KLControl:
         if "adjustment" in sums:
             metrics["adjustment_abs_mean"] = sums["adjustment"][0] / tokens
         if train:
-            self._learn(_measurement(kl, per, sums, *self.clock.pop()), rollout.coef)
+            # A KL that is not a number teaches nothing: the steps that led to it count towards the next one.
+            steps = self.clock.pop() if math.isfinite(kl) else (0.0, None)
+            self._learn(_measurement(kl, per, sums, *steps), rollout.coef)
         return metrics
 
     def _learn(self, batch: BatchMeasurement, coef: float) -> None:
@@ -233,13 +236,13 @@ class KLControl:
         advice = None if self.adviser is None else self.adviser.update(batch, coef)
         for text in (warning, advice):
             if text is not None:
-                logger.warning(text)
+                self.logger.warning(text)
 
     def sum_up(self) -> None:
         """Say in one line whether the target was held."""
         if self.adviser is not None:
             summary = self.adviser.summary()
-            (logger.info if summary.startswith("KL held") else logger.warning)(summary)
+            self.logger.log(logging.INFO if summary.startswith("KL held") else logging.WARNING, summary)
 
     # ---- State ----
 

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -89,4 +90,5 @@ def build_kl_control(
         penalises=args.kl_penalty_enabled,
         name=args.kl_controller_name,
         ignored=ignored,
+        logger=get_logger(KLControl.__module__),  # speaks on the main process alone
     )

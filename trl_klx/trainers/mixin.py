@@ -303,8 +303,9 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
     def _klx_measure_update(self, inputs: Batch, policy: Scored) -> None:
         """Measure the KL to the rollout's policy, where TRL has its log-probs."""
         old_logps = inputs.get("old_per_token_logps", inputs.get("klx_old_logps"))
-        if old_logps is None or self._klx_mode == "eval":
-            return
+        steps = self._klx_steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
+        if old_logps is None or steps <= 1 or self._klx_mode == "eval":
+            return  # before the first optimizer step the policy is still the rollout's
         assert policy.logps is not None
         sums = update_kl_sums(old_logps, policy.logps, self._klx_generated(inputs), self.args.kl_target_unit)
         self._klx_window["train"].add("klx/kl_update", *sums)
