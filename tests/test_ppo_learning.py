@@ -68,9 +68,9 @@ def test_ppo_learns(kind, seed, tmp_path):
     "controller",
     [
         {"kl_controller": "pid", "kl_target": 6.0},
-        {"kl_controller": "adaptive", "kl_target": 5.0, "kl_horizon": 600},
+        {"kl_controller": "hold", "kl_target": 5.0},
     ],
-    ids=["pid", "adaptive"],
+    ids=["pid", "hold"],
 )
 def test_kl_is_held(controller, tmp_path):
     trainer = train_ppo(

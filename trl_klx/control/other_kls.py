@@ -52,6 +52,15 @@ def update_kl_sums(
     return total, sequences if unit == "sequence" else tokens
 
 
+def check_update_target(target: float | None, dropout: bool) -> None:
+    """Refuse a limit on updates of a policy with dropout, of which no two passes agree."""
+    if target is not None and dropout:
+        raise ValueError(
+            f"`kl_update_target={target!r}` cannot be used with dropout in the policy, which would be taken for a move. Set "
+            "`disable_dropout=True` and `lora_dropout=0.0`, or unset it."
+        )
+
+
 class UpdateLimit:
     """
     Decides when a rollout has moved the policy far enough.

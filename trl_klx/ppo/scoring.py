@@ -31,13 +31,16 @@ class ScoringMixin(_Host):
 
     # ---- The end of a completion ----
 
-    def _ppo_stop_at(self, policy: nn.Module) -> None:
-        """Let a token or a text of the user's end a completion, beside EOS."""
+    def _ppo_stop_at_token(self) -> None:
+        """Let a token of the user's end a completion, as EOS does."""
         stop = self.args.stop_token_id
         if stop is not None and stop not in self.eos_token_ids:
             # Not in place: the list may be that of the policy's own generation config.
             self.eos_token_ids = [*self.eos_token_ids, stop]
             self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
+
+    def _ppo_stop_at_strings(self, policy: nn.Module) -> None:
+        """Let a text of the user's end a completion, as EOS does."""
         if self.args.stop_strings:
             model: Any = policy
             model.generate = functools.partial(generate_until, model.generate, self._tokenizer, self.args.stop_strings)

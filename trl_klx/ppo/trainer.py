@@ -171,7 +171,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
             rate = self.args.value_learning_rate
             train_with_optimizer(self.optimizer, self.lr_scheduler, self.value_function.module, rate)
         self._ppo_scaler = RewardScaler(self.args.reward_scaling, self.args.cliprange_reward)
-        self._ppo_stop_at(policy)
+        self._ppo_stop_at_strings(policy)
         accelerator: Any = self.accelerator
         accelerator.clip_grad_norm_ = functools.partial(self._ppo_clip_gradients, accelerator.clip_grad_norm_)
         if self.use_vllm:
@@ -182,6 +182,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
     # ---- Construction ----
 
     def _klx_prepare_policy(self, policy: nn.Module) -> None:
+        self._ppo_stop_at_token()  # before the KL is told which tokens end a completion
         self._ppo_masks_padding = skip_padding_in_policy(policy, self._tokenizer.pad_token_id)
         if self.args.num_layers_unfrozen is None:
             return

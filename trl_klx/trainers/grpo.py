@@ -46,7 +46,10 @@ class KLXTrainerMixin(KLXCoreMixin, _Host):
         if isinstance(self._klx_placement, GRPOAdvantage):
             order = type(self).__mro__
             below = order[order.index(KLXCoreMixin) + 1 :]
-            self._klx_placement.folds = next(cls for cls in below if "_compute_loss" in vars(cls)) is GRPOTrainer
+            host = next(cls for cls in below if "_compute_loss" in vars(cls))
+            self._klx_placement.folds = host is GRPOTrainer
+            if host is not GRPOTrainer:
+                self._klx_placement.check_apart(self.args, f"The loss of {host.__name__}")
 
     def _klx_aggregate(self, per_token_term: torch.Tensor, inputs: Batch) -> torch.Tensor:
         accumulation, tokens = 1.0, inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes

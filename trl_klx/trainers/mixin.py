@@ -19,9 +19,6 @@ What we override in TRL and transformers, and what we rely on there:
 | | see [`KLXCheckpointMixin`] | |
 | `_generate`, `_calculate_rewards` | see [`KLXTrainerMixin`] | |
 | `_generate_single_turn`, `create_optimizer`, `save_model`, `_load_best_model` | see [`KLXPPOTrainer`] | |
-
-A subclass of TRL's GRPO trainer gets KL control from [`KLXTrainerMixin`], one of its RLOO trainer from
-[`KLXRLOOMixin`].
 """
 
 import os
@@ -36,7 +33,7 @@ from ..checkpoints.mixin import KLXCheckpointMixin
 from ..control.exact_kl import check_trains_through_head, lm_head
 from ..control.forward_pass import has_dropout
 from ..control.metrics import Sums, read_metrics
-from ..control.other_kls import UpdateLimit, add_sampler_kl, update_kl_sums
+from ..control.other_kls import UpdateLimit, add_sampler_kl, check_update_target, update_kl_sums
 from ..control.placements import Batch, Placement
 from ..control.rollout import Rollout, Scored, TokenKL
 from ..maths.estimators import estimate_full_kl
@@ -96,7 +93,9 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
         policy = self.accelerator.unwrap_model(self.model)
         self._klx_prepare_policy(policy)
         self._klx_window = {"train": Sums(), "eval": Sums()}
+        self._klx_has_dropout = has_dropout(policy)
         self._klx_update = UpdateLimit(self.args.kl_update_target)
+        check_update_target(self.args.kl_update_target, self._klx_has_dropout)
         # The last rollout of each mode: micro-batches of it may still be measured in the loss.
         self._klx_rollouts: dict[str, Rollout] = {}
         self._klx_placement = Placement(self.args, self.accelerator)
@@ -109,7 +108,6 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
         self.kl_control = control
         if self.args.kl_penalty_enabled:
             self._klx_placement = self.args.placement_class(self.args, self.accelerator)
-        self._klx_has_dropout = has_dropout(policy)
         self._klx_completions = CompletionKLs(self._logs["extra"], self.accelerator)
         if self.args.kl_needs_full:
             lm_head(policy, self.temperature)  # refuses a head it cannot do
@@ -229,7 +227,7 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
         return None if self._klx_placement.asks_at_generation or advantages.dim() > 1 else advantages
 
     def _klx_finish(self, rollout: Rollout) -> None:
-        mode = self._klx_mode
+        mode, rollout.pending = self._klx_mode, 0
         metrics = self._klx_control.finish(rollout, self._klx_reduce, train=mode == "train")
         for name, value in metrics.items():
             self._metrics[mode][f"klx/{name}"].append(value)
@@ -304,8 +302,8 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
         """Measure the KL to the rollout's policy, where TRL has its log-probs."""
         old_logps = inputs.get("old_per_token_logps", inputs.get("klx_old_logps"))
         steps = self._klx_steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
-        if old_logps is None or steps <= 1 or self._klx_mode == "eval":
-            return  # before the first optimizer step the policy is still the rollout's
+        if old_logps is None or steps <= 1 or self._klx_has_dropout or self._klx_mode == "eval":
+            return  # the policy is still the rollout's, or dropout would be taken for a move
         assert policy.logps is not None
         sums = update_kl_sums(old_logps, policy.logps, self._klx_generated(inputs), self.args.kl_target_unit)
         self._klx_window["train"].add("klx/kl_update", *sums)
@@ -328,6 +326,8 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
             if self._klx_update.passes(self._klx_reduce):
                 assert self.optimizer is not None
                 self.optimizer.zero_grad(set_to_none=True)
+                if self._klx_rollouts["train"].pending > 0:  # micro-batches that will not be seen
+                    self._klx_finish(self._klx_rollouts["train"])
             self._metrics["train"]["klx/update_stopped"].append(float(self._klx_update.passed))
         return loss
 

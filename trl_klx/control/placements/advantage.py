@@ -107,11 +107,17 @@ class GRPOAdvantage(AdvantagePlacement):
                 "its advantage, and would weigh each token by its own. Set `kl_placement='reward'` or 'loss'."
             )
         option = cls._deciding_option(args)
-        if option is not None and (by_sequence or args.loss_type not in CLIPPED_LOSSES):
+        if option is not None:
+            cls.check_apart(args, f"`{option}={getattr(args, option)!r}`")
+
+    @staticmethod
+    def check_apart(args: Any, reason: str) -> None:
+        """Refuse settings under which the adjustment cannot be a loss term apart from the advantages."""
+        if args.importance_sampling_level == "sequence" or args.loss_type not in CLIPPED_LOSSES:
             raise ValueError(
-                f"`{option}={getattr(args, option)!r}` can be used with `kl_placement='advantage'` only where TRL clips a "
-                f"ratio per token, got `loss_type={args.loss_type!r}` and "
-                f"`importance_sampling_level={args.importance_sampling_level!r}`. Set `kl_placement='reward'` or 'loss'."
+                f"{reason} can be used with `kl_placement='advantage'` only where TRL clips a ratio per token, got "
+                f"`loss_type={args.loss_type!r}` and `importance_sampling_level={args.importance_sampling_level!r}`. Set "
+                "`kl_placement='reward'` or 'loss'."
             )
 
     @staticmethod
