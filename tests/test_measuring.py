@@ -409,10 +409,9 @@ def test_passes_stop_without_kl_control(tmp_path):
     assert trainer.kl_control is None and logged(trainer, "klx/kl") == []
 
 
-@pytest.mark.parametrize("centering", ["batch", "microbatch"])
-def test_a_stopped_rollout_still_updates_the_controller(centering, tmp_path):
+def test_a_stopped_rollout_still_updates_the_controller(tmp_path):
     # The micro-batches of the steps that are skipped count too.
-    fields = {"steps_per_generation": 4, "kl_centering": centering, "kl_target": 0.05, "kl_horizon": 100}
+    fields = {"steps_per_generation": 4, "kl_centering": "batch", "kl_target": 0.05, "kl_horizon": 100}
     trainer = run_with_limit("GRPO", tmp_path, 1, 8, kl_update_target=1e-9, **fields)
     assert logged(trainer, "klx/update_stopped") == [0.0, 1.0, 1.0, 1.0] * 2
     kls = logged(trainer, "klx/kl")
@@ -421,6 +420,21 @@ def test_a_stopped_rollout_still_updates_the_controller(centering, tmp_path):
         expected = kl_of_tokens(rollout["policy"], build_model(), rollout, "k3")
         assert kl == pytest.approx(sum(map(sum, expected)) / len(expected), rel=1e-4, abs=1e-6)
     assert trainer.kl_controller.value != 0.3
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_update_target_is_refused_where_skipped_micro_batches_would_not_count(config_class):
+    passes = "num_ppo_epochs" if config_class is KLXPPOConfig else "num_iterations"
+    fields = {"kl_placement": "advantage", "kl_centering": "microbatch", passes: 4}
+    message = refusal(config_class, kl_penalty_coef=0.1, kl_update_target=0.5, **fields)
+    assert "`kl_update_target=0.5` cannot be used with `kl_centering='microbatch'`" in message
+    assert "Set `kl_centering='batch'`" in message
+
+
+def test_update_target_is_refused_with_dropout(tmp_path):
+    fields = {"kl_penalty_coef": 0.1, "num_iterations": 4, "kl_update_target": 0.02}
+    with pytest.raises(ValueError, match="`kl_update_target=0.02` cannot be used with dropout in the policy"):
+        train(KLXGRPOTrainer, tmp_path, model=build_model(attention_dropout=0.1), **fields)
 
 
 @pytest.mark.parametrize("config_class", CONFIGS)

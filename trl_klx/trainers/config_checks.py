@@ -145,6 +145,12 @@ class KLConfigChecks(KLFields, _Host):
                 "there is no further step to skip. Set `num_iterations` (`num_ppo_epochs` in PPO) above 1, or unset "
                 "it."
             )
+        if self.kl_penalty_enabled and self.kl_centering == "microbatch":
+            raise ValueError(
+                f"`kl_update_target={self.kl_update_target!r}` cannot be used with `kl_centering='microbatch'`, whose KL is "
+                "counted as each micro-batch is trained on: that of the skipped ones would be lost. Set "
+                "`kl_centering='batch'`."
+            )
         if self.fp16 or self.deepspeed:
             raise ValueError(
                 f"`kl_update_target={self.kl_update_target!r}` cannot be used with "

@@ -227,7 +227,7 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
         return None if self._klx_placement.asks_at_generation or advantages.dim() > 1 else advantages
 
     def _klx_finish(self, rollout: Rollout) -> None:
-        mode, rollout.pending = self._klx_mode, 0
+        mode = self._klx_mode
         metrics = self._klx_control.finish(rollout, self._klx_reduce, train=mode == "train")
         for name, value in metrics.items():
             self._metrics[mode][f"klx/{name}"].append(value)
@@ -326,8 +326,6 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
             if self._klx_update.passes(self._klx_reduce):
                 assert self.optimizer is not None
                 self.optimizer.zero_grad(set_to_none=True)
-                if self._klx_rollouts["train"].pending > 0:  # micro-batches that will not be seen
-                    self._klx_finish(self._klx_rollouts["train"])
             self._metrics["train"]["klx/update_stopped"].append(float(self._klx_update.passed))
         return loss
 
