@@ -5,6 +5,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 
 from trl_klx.cli import train
 from trl_klx.cli.main import TRAINING, main
+from trl_klx.control.placements.base import _PLACEMENTS
+from trl_klx.controllers.registry import _REGISTRY
+from trl_klx.maths.estimators import _ESTIMATORS
+from trl_klx.references.kinds import _KINDS
 
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +73,20 @@ def commands(block: Block) -> Iterator[list[str]]:
             yield words
 
 
+@contextmanager
+def registries_kept():
+    """Take back what the examples of a page register."""
+    registries = (_REGISTRY, _ESTIMATORS, _KINDS, _PLACEMENTS)
+    before = [dict(registry) for registry in registries]
+    try:
+        yield
+    finally:
+        for registry, entries in zip(registries, before, strict=True):
+            registry.clear()
+            registry.update(entries)
+
+
+@registries_kept()
 def run_page(page: Path, names: dict, monkeypatch, capsys) -> int:
     """
     Run a page from top to bottom in the working directory. Returns the number of blocks that were run.

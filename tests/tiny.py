@@ -194,23 +194,13 @@ class TotalRecorder:
         return total
 
 
-class Folding:
-    """
-    Has the adjustment enter the advantages although a recorder stands between the trainer and TRL's loss. A loss that is
-    not TRL's own gets it as a term, and the recorder's looks like one.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        if hasattr(self._klx_placement, "folds"):
-            self._klx_placement.folds = True
-
-
 def recording(trainer_class):
     """The trainer with a [`Recorder`] between it and TRL's. Recorded or not, it trains the same."""
     host = GRPOTrainer if issubclass(trainer_class, GRPOTrainer) else RLOOTrainer
     below = type(f"Recorded{host.__name__}", (Recorder, host), {})
-    return type(f"Recording{trainer_class.__name__}", (TotalRecorder, Folding, trainer_class, below), {})
+    # The recorder hands advantages per token on to TRL's loss.
+    fields = {"takes_token_advantages": True}
+    return type(f"Recording{trainer_class.__name__}", (TotalRecorder, trainer_class, below), fields)
 
 
 def watch_projections(monkeypatch) -> list[tuple]:

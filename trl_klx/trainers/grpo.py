@@ -31,6 +31,8 @@ class KLXTrainerMixin(KLXCoreMixin, _Host):
     """
 
     _config_class = KLXGRPOConfig
+    # For a subclass to set if its own loss takes advantages of shape `(B, T)`, as TRL's does.
+    takes_token_advantages = False
 
     def __init__(
         self,
@@ -47,8 +49,9 @@ class KLXTrainerMixin(KLXCoreMixin, _Host):
             order = type(self).__mro__
             below = order[order.index(KLXCoreMixin) + 1 :]
             host = next(cls for cls in below if "_compute_loss" in vars(cls))
-            self._klx_placement.folds = host is GRPOTrainer
-            if host is not GRPOTrainer:
+            folds = host is GRPOTrainer or self.takes_token_advantages
+            self._klx_placement.folds = folds
+            if not folds:
                 self._klx_placement.check_apart(self.args, f"The loss of {host.__name__}")
 
     def _klx_aggregate(self, per_token_term: torch.Tensor, inputs: Batch) -> torch.Tensor:
