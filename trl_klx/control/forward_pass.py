@@ -72,18 +72,6 @@ def has_dropout(model: nn.Module) -> bool:
     return False
 
 
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, and each of its modules back into the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 # ---- TRL's LM head ----
 
 

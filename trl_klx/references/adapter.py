@@ -15,7 +15,7 @@ from .sharding import shard_again
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """Run without dropout, so that the reference always gives the same answer and draws no random numbers."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -57,7 +57,7 @@ class AdapterReference(KLReference):
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
-        with _evaluating(self.policy), adapter_active(self.policy, self.adapter):
+        with without_dropout(self.policy), adapter_active(self.policy, self.adapter):
             yield self.policy
 
     def weights(self) -> Weights:
