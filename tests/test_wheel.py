@@ -119,4 +119,4 @@ def test_the_citation_names_this_version_and_licence(environment):
     citation = yaml.safe_load((SOURCE / "CITATION.cff").read_text())
     ask = "from importlib.metadata import metadata; m = metadata('trl-klx'); print(m['Version'], m['License-Expression'])"
     assert run(environment, "-c", ask).split() == [citation["version"], citation["license"]]
-    assert f"## [{citation['version']}]" in (SOURCE / "docs" / "changelog.md").read_text()
+    assert f"## [{citation['version']}]" in (SOURCE / "CHANGELOG.md").read_text()
