@@ -315,8 +315,8 @@ def test_policy_and_value_function_are_clipped_apart(owner, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "owner", "rate"),
     [
-        ({}, "head", 1e-3),  # the tiny model is narrow
-        ({"learning_rate": 5e-3}, "head", 5e-3),
+        ({}, "head", 5e-3),  # the tiny model is narrow
+        ({"learning_rate": 8e-3}, "head", 8e-3),
         ({"value_head_detached": False}, "head", 1e-5),
         ({}, "model", 1e-5),
         ({"value_learning_rate": 3e-4}, "head", 3e-4),

@@ -113,7 +113,7 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
             Weight of the value loss.
         value_learning_rate (`float`, *optional*):
             Learning rate of the value function; it follows the schedule of `learning_rate`. If unset, `learning_rate`; a
-            detached value head then learns at no less than `min(1e-3, 0.1 / hidden_size)`.
+            detached value head then learns at no less than `min(5e-3, 0.3 / hidden_size)`.
         num_value_layers (`int`, *optional*, defaults to `2`):
             Layers of the value head: it starts from copies of the policy's top layers, this many of them. With 0 it is a
             small network on the policy's last hidden states, which costs nothing and explains less.
@@ -176,7 +176,7 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
         default=None,
         metadata={
             "help": "Learning rate of the value function. If unset, `learning_rate`; a detached value head then learns at "
-            "no less than min(1e-3, 0.1 / hidden_size)."
+            "no less than min(5e-3, 0.3 / hidden_size)."
         },
     )
     num_value_layers: int = field(

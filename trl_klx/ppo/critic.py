@@ -61,7 +61,7 @@ class CriticMixin(_Host):
         if rate is None and isinstance(module, ValueHead) and module.detached:
             # A new head cannot learn at the rate of a pretrained policy. A step of Adam changes what a layer gives by
             # about its rate times its width.
-            rate = max(self.args.learning_rate, min(1e-3, 0.1 / module.inner.in_features))
+            rate = max(self.args.learning_rate, min(5e-3, 0.3 / module.inner.in_features))
         return self.args.learning_rate if rate is None else rate
 
     def _ppo_clip_gradients(
