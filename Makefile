@@ -10,8 +10,8 @@ SOURCES := trl_klx recipes benchmarks tests docs .ci
 BENCHMARKS := scans reference_memory robustness estimators overhead ppo soak
 OLDEST_TRL := 1.14.2
 OLDEST := $(VENV)/oldest-trl
-OLDEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,trl_contract upstream parity gradient_oracle grpo \
-	grpo_placements rloo callbacks cards completions ppo_padding))
+OLDEST_TESTS := tests/contract tests/trainers/grpo tests/trainers/rloo tests/trainers/ppo/test_ppo_padding.py \
+	$(addprefix tests/trainers/common/test_,callbacks.py cards.py completions.py)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -53,7 +53,7 @@ upstream: $(STAMP)
 # Every draw and every moment of a kill is another one each night. Over an hour.
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -q -s -m nightly
-	KLX_FUZZ_DRAWS=400 $(BIN)/python -m pytest -q -s --timeout 3600 tests/test_fuzz_*.py
+	KLX_FUZZ_DRAWS=400 $(BIN)/python -m pytest -q -s --timeout 3600 tests/fuzz
 
 test-engines: $(STAMP)
 	KLX_ENGINE_CASES=all $(BIN)/python -m pytest -q -s -m engines
@@ -70,7 +70,7 @@ $(VLLM)/.installed: $(CONSTRAINTS)
 	touch $@
 
 test-vllm: $(VLLM)/.installed
-	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest -q -s tests/with_vllm
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM)/bin/python -m pytest -q -s tests/distributed/with_vllm
 
 style: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)

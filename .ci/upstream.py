@@ -4,9 +4,9 @@ Which methods of TRL and transformers this package depends on, and how they diff
     python .ci/upstream.py                                    # the newest TRL, against the installed one
     python .ci/upstream.py --old 1.14.2 --new installed       # any two versions
     python .ci/upstream.py --package transformers             # the same for transformers
-    python .ci/upstream.py --write                            # record the installed versions in tests/upstream.json
+    python .ci/upstream.py --write                            # record the installed versions in tests/contract/upstream.json
 
-`tests/test_upstream.py` compares the installed versions with what is recorded. Record a version only after reading what it
+`tests/contract/test_upstream.py` compares the installed versions with what is recorded. Record a version only after reading what it
 changed.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "tests" / "upstream.json"
+RECORD = ROOT / "tests" / "contract" / "upstream.json"
 PACKAGES = ("transformers", "trl")
 
 _PREPARE_INPUTS = (
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--package", choices=PACKAGES, default="trl")
     parser.add_argument("--old", default="installed", help="a version, 'installed' or 'newest'")
     parser.add_argument("--new", default="newest", help="a version, 'installed' or 'newest'")
-    parser.add_argument("--write", action="store_true", help="record the installed versions in tests/upstream.json")
+    parser.add_argument("--write", action="store_true", help="record the installed versions in tests/contract/upstream.json")
     args = parser.parse_args()
     if args.write:
         write_record()

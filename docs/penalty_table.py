@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_name("choosing.md")
 sys.path[:0] = [str(ROOT / "tests")]
 
-from gradient_oracle import Exact, build_policy  # noqa: E402
-from test_gradient_oracle import CASES, is_accepted, promised  # noqa: E402
+from support.gradient_oracle import Exact, build_policy  # noqa: E402
+from support.penalty_cases import CASES, is_accepted, promised  # noqa: E402
 
 
 def penalty_table() -> str:

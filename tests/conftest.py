@@ -13,7 +13,7 @@ import gc
 import pytest
 import torch
 
-from tiny import build_model, build_tokenizer
+from support.tiny import build_model, build_tokenizer
 
 
 torch.set_num_threads(1)

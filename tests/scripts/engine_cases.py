@@ -10,8 +10,16 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
 
-from tiny import RUN, ScriptedGeneration, build_dataset, build_model, build_tokenizer, scripted_rollout, trained_lora
-from tiny_ppo import build_scorer
+from support.tiny import (
+    RUN,
+    ScriptedGeneration,
+    build_dataset,
+    build_model,
+    build_tokenizer,
+    scripted_rollout,
+    trained_lora,
+)
+from support.tiny_ppo import build_scorer
 from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
 
 

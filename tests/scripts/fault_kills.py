@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from resumption import build_run, kill_self, outcome
-from tiny import trained_lora
-from tiny_ppo import build_resumed_run, ppo_outcome
+from support.resumption import build_run, kill_self, outcome
+from support.tiny import trained_lora
+from support.tiny_ppo import build_resumed_run, ppo_outcome
 from trl_klx.checkpoints.integrity import checkpoint_fault
 from trl_klx.references.loading import saved_steps
 

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from killing import KillAfterStep, run_all
 
-from resumption import RUNS, build_run, deadly_reward
+from support.resumption import RUNS, build_run, deadly_reward
 
 
 folder, adapter = sys.argv[1:]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from transformers import TrainerCallback
 
-from resumption import kill_self
+from support.resumption import kill_self
 
 
 class KillAfterStep(TrainerCallback):

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from trl import GRPOTrainer
 
-from tiny import build_trainer, logged, lora, scripted_rollout, trained_lora
+from support.tiny import build_trainer, logged, lora, scripted_rollout, trained_lora
 from trl_klx import KLXCallback, KLXGRPOTrainer
 
 

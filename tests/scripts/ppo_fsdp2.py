@@ -12,8 +12,8 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from tiny import history
-from tiny_ppo import build_resumed_run
+from support.tiny import history
+from support.tiny_ppo import build_resumed_run
 
 
 torch.set_num_threads(1)

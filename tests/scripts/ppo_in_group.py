@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from tiny_ppo import SPREAD_RUNS, build_resumed_run, ppo_outcome, run_spread
+from support.tiny_ppo import SPREAD_RUNS, build_resumed_run, ppo_outcome, run_spread
 
 
 torch.set_num_threads(1)

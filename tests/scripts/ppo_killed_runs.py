@@ -9,8 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from killing import KillAfterStep, run_all
 from transformers import TrainerCallback
 
-from resumption import kill_self
-from tiny_ppo import RESUMED_RUNS, build_resumed_run
+from support.resumption import kill_self
+from support.tiny_ppo import RESUMED_RUNS, build_resumed_run
 
 
 folder, adapter = sys.argv[1:]

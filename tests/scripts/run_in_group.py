@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from resumption import build_run, deadly_reward, outcome
+from support.resumption import build_run, deadly_reward, outcome
 
 
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from batchings import CASES, run_case
+from support.batchings import CASES, run_case
 
 
 torch.set_num_threads(1)

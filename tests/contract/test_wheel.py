@@ -1,0 +1,122 @@
+"""The wheel works where the source tree is not: installed, imported, trained with, and seen by a type checker."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+TESTS = Path(__file__).resolve().parents[1]
+SOURCE = TESTS.parent
+
+SMOKE = """
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import trl_klx
+from support.tiny import build_trainer, logged
+
+package, environment = Path(trl_klx.__file__).parent, Path(sys.prefix)
+assert environment in package.parents, (package, environment)
+assert (package / "py.typed").is_file()
+assert distribution("trl-klx").version == trl_klx.__version__
+assert all(hasattr(trl_klx, name) for name in trl_klx.__all__)
+trainer = build_trainer(trl_klx.KLXGRPOTrainer, sys.argv[1], kl_penalty_coef=0.1, kl_target=0.5, max_steps=1)
+trainer.train()
+assert logged(trainer, "klx/coef") == [0.1]
+assert not [name for name, module in sys.modules.items() if name.startswith("trl_klx") and module.__file__
+            and environment not in Path(module.__file__).parents]
+print("trained")
+"""
+
+USER_SCRIPT = """
+from typing_extensions import assert_type
+
+from trl_klx import KLController, KLXCallback, KLXGRPOConfig, estimate_kl, get_kl_controller
+
+controller = get_kl_controller("pid", init_coef=0.05, target=6.0)
+assert_type(controller, KLController)
+assert_type(controller.update(kl=5.0, n_steps=8), float)
+assert_type(KLXGRPOConfig("out").kl_penalty_coef, float)
+assert_type(KLXGRPOConfig("out").kl_target, float | None)
+get_kl_controller("pid", init_coef="much")  # type: ignore[arg-type]
+controller.updat(5.0, 8)  # type: ignore[attr-defined]
+estimate_kl(1.0, 2.0, 3)  # type: ignore[arg-type]
+KLXCallback()  # type: ignore[call-arg]
+"""
+
+# Their types are of no concern here, and torch alone takes a minute to check.
+MYPY = """
+[mypy]
+strict = True
+warn_unused_ignores = True
+disallow_subclassing_any = False
+"""
+SKIPPED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "huggingface_hub")
+
+
+def run(*command, **kwargs) -> str:
+    # Neither the tests' own path nor an overlay of other versions reaches the new environment.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(
+        [str(part) for part in command], env=environment, capture_output=True, text=True, timeout=300, **kwargs
+    )
+    assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """A new virtual environment with the wheel, which borrows the dependencies of the present one."""
+    folder = tmp_path_factory.mktemp("wheel")
+    # Built from a copy: setuptools writes beside the source.
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(SOURCE / "trl_klx", folder / "source" / "trl_klx", ignore=ignore)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(SOURCE / name, folder / "source")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "source")
+    shutil.rmtree(folder / "source")
+    (wheel,) = folder.glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
+    python = folder / "venv" / "bin" / "python"
+    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel)
+    own = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    # A folder that is added in this way does not get its own `.pth` files read, such as that of an editable install.
+    Path(own, "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return python
+
+
+def test_it_trains_outside_the_source_tree(environment, tmp_path):
+    for name in ("support.tiny.py", "support.oracle.py"):
+        shutil.copy(TESTS / name, tmp_path)
+    (tmp_path / "smoke.py").write_text(SMOKE)
+    assert run(environment, "smoke.py", "out", cwd=tmp_path).endswith("trained\n")
+
+
+def test_the_command_is_installed(environment, tmp_path):
+    assert "grpo" in run(environment.parent / "trl-klx", "--help", cwd=tmp_path)
+
+
+def test_a_type_checker_sees_the_types(environment, tmp_path):
+    (tmp_path / "user.py").write_text(USER_SCRIPT)
+    sections = [
+        f"[mypy-{name},{name}.*]\nfollow_imports = skip\nfollow_imports_for_stubs = True\n" for name in SKIPPED
+    ]
+    (tmp_path / "mypy.ini").write_text(textwrap.dedent(MYPY) + "\n".join(sections))
+    run(sys.executable, "-m", "mypy", "--python-executable", environment, "user.py", cwd=tmp_path)
+
+
+def test_the_citation_names_this_version_and_licence(environment):
+    citation = yaml.safe_load((SOURCE / "CITATION.cff").read_text())
+    ask = "from importlib.metadata import metadata; m = metadata('trl-klx'); print(m['Version'], m['License-Expression'])"
+    assert run(environment, "-c", ask).split() == [citation["version"], citation["license"]]
+    assert f"## [{citation['version']}]" in (SOURCE / "CHANGELOG.md").read_text()

@@ -1,0 +1,123 @@
+"""Damaged KL-control files in a checkpoint: refused with one clear error, or restored to something sound."""
+
+import json
+import math
+import os
+import shutil
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.damage import FUZZ, changed, damaged_bytes, damaged_header
+from support.resumption import build_run
+from trl_klx.checkpoints.kl_state import write_json, write_kl_state
+
+
+STATE, REFERENCE = "kl_state.json", "kl_reference.safetensors"
+REFUSALS = ("Cannot resume", "The KL reference is not the one")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A trainer with a lagging reference, and the files that it saved after six steps."""
+    folder = tmp_path_factory.mktemp("run")
+    trainer = build_run("lag", str(folder / "saved"), "")
+    trainer.train()
+    files = {name: (folder / "saved" / "checkpoint-6" / name).read_bytes() for name in (STATE, REFERENCE)}
+    return build_run("lag", str(folder / "resumed"), ""), files, folder / "checkpoint"
+
+
+def check_restored_or_refused(run, files) -> None:
+    trainer, _, folder = run
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    before = sorted(os.listdir(folder.parent))
+    try:
+        trainer._load_optimizer_and_scheduler(str(folder))
+    except ValueError as error:
+        assert str(error).startswith(REFUSALS) and str(folder) in str(error), error
+    # Restored or not, nothing that the run goes on with is broken.
+    args = trainer.args
+    assert args.kl_coef_min <= trainer.kl_controller.value <= args.kl_coef_max
+    assert all(math.isfinite(value) for value in trainer.kl_control.drift.state_dict()["values"])
+    assert all(torch.isfinite(weight).all() for weight in trainer.kl_reference.weights().values())
+    trainer.kl_controller.update(0.3, 4)
+    trainer.kl_reference.follow(7)
+    assert all(torch.isfinite(weight).all() for weight in trainer.kl_reference.state().values())
+    json.dumps(trainer.kl_control.state_dict(), allow_nan=False)
+    assert sorted(os.listdir(folder.parent)) == before
+
+
+@FUZZ
+@given(data=st.data())
+def test_damaged_bytes(run, data):
+    name = data.draw(st.sampled_from([STATE, REFERENCE]))
+    check_restored_or_refused(run, run[1] | {name: damaged_bytes(data, run[1][name])})
+
+
+@FUZZ
+@given(data=st.data())
+def test_changed_state(run, data):
+    content = json.dumps(changed(data, json.loads(run[1][STATE]))).encode()
+    check_restored_or_refused(run, run[1] | {STATE: content})
+
+
+@FUZZ
+@given(data=st.data())
+def test_changed_header_of_the_reference(run, data):
+    check_restored_or_refused(run, run[1] | {REFERENCE: damaged_header(data, run[1][REFERENCE])})
+
+
+def test_what_was_saved_is_restored(run):
+    trainer, files, _ = run
+    check_restored_or_refused(run, files)
+    shutil.rmtree(run[2])
+    run[2].mkdir()
+    for name, content in files.items():
+        (run[2] / name).write_bytes(content)
+    trainer._load_optimizer_and_scheduler(str(run[2]))
+    assert trainer.kl_controller.state_dict() == json.loads(files[STATE])["controller"]["state"]
+    assert trainer.kl_reference.mover.kept_steps == [5, 6]
+
+
+# ---- Places that nobody named ----
+
+
+def test_links_are_replaced_not_followed(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    for name in (STATE, REFERENCE):
+        (outside / name).write_text("precious")
+        (folder / name).symlink_to(outside / name)
+    state = {"controller": {}, "drift": None, "reference": {}}
+    write_kl_state(str(folder), state, {"w": torch.zeros(2)})
+    assert [(outside / name).read_text() for name in (STATE, REFERENCE)] == ["precious"] * 2
+    assert not any((folder / name).is_symlink() for name in (STATE, REFERENCE))
+
+
+def test_names_of_weights_are_no_paths(tmp_path):
+    folder = tmp_path / "run" / "checkpoint-2"
+    state = {"controller": {}, "drift": None, "reference": {"path": "../../outside"}}
+    write_kl_state(str(folder), state, {"../../outside": torch.zeros(1), "/outside": torch.ones(1)})
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [REFERENCE, STATE]
+
+
+def test_a_full_disk_leaves_the_old_state(tmp_path):
+    import resource
+
+    path = tmp_path / STATE
+    write_json(str(path), {"a": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError):
+            write_json(str(path), {"a": list(range(5000))})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert json.loads(path.read_text()) == {"a": 1} and os.listdir(tmp_path) == [STATE]

@@ -1,0 +1,112 @@
+"""The benchmarks' summaries, verdicts and tables, on records made by hand; what they measure is theirs to run."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import controllers  # noqa: E402
+import estimators  # noqa: E402
+import robustness  # noqa: E402
+
+
+def record(kl, coef=0.2, reward=1.0, perplexity=2.0, target=4.0, seed=0):
+    length = len(kl)
+    series = {"kl": kl, "coef": [coef] * length, "reward": [reward] * length}
+    return series | {"target": target, "seed": seed, "perplexity": [[0, 1.0], [length, perplexity]]}
+
+
+def summaries(**changes):
+    groups = {
+        "pid": [record([0.0, 4.0] + [4.2] * 18)],
+        "adaptive 100": [record([0.0, 12.0] + [8.0] * 13 + [4.0] * 5)],
+        "fixed 0.1": [record([9.0] * 20, reward=1.2, perplexity=3.0)],
+        "fixed 1.0": [record([1.0] * 20, reward=0.6, perplexity=1.5)],
+    } | changes
+    return {label: controllers.summarise(records) for label, records in groups.items()}
+
+
+def test_summary_of_a_controller():
+    one = controllers.summarise([record([0.0, 6.0, 4.0, 5.0]), record([0.0, 5.0, 4.0, 4.0], seed=1)])
+    # The second halves are (4, 5) and (4, 4): errors (0, 0.25) and (0, 0).
+    assert one["rms_error"] == pytest.approx((0.25**2 / 2) ** 0.5 / 2)
+    assert one["rms_error_worst"] == pytest.approx((0.25**2 / 2) ** 0.5)
+    assert one["peak"] == pytest.approx((1.5 + 1.25) / 2) and one["peak_worst"] == 1.5
+    # Four batches are fewer than a window: neither has settled, and each counts with its length.
+    assert (one["settled_at"], one["never_settled"], one["seeds"], one["batches"]) == (4, 2, 2, 4)
+    assert one["kl"] == pytest.approx((4.5 + 4.0) / 2) and one["coef"] == pytest.approx(0.2)
+
+
+def test_frontier_is_straight_in_the_root_of_the_kl():
+    summary = summaries()
+    # sqrt(1) = 1 and sqrt(9) = 3: at a KL of 4, halfway.
+    assert controllers.interpolate_frontier(summary, 4.0, "reward") == pytest.approx(0.9)
+    assert controllers.interpolate_frontier(summary, 9.5, "reward") is None
+
+
+def test_verdict_says_yes_and_no():
+    lines = controllers.verdict(summaries())
+    assert [line[:3] for line in lines] == ["yes", "yes", "yes", "yes", "yes", "yes"], lines
+    # As good in reward as nothing at that KL, a peak of twice the target, and never settled.
+    bad = controllers.verdict(summaries(pid=[record([8.0] * 20, reward=0.1, perplexity=9.0)]))
+    assert [line[:3] for line in bad] == ["NO ", "NO ", "NO ", "NO ", "NO ", "NO "], bad
+
+
+def test_table_goes_between_the_marks(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- controllers -->\nold\n<!-- /controllers -->\nafter\n")
+    controllers.write_readme({"stories-grpo": summaries()}, readme)
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- controllers -->\n| controller |") and text.endswith(
+        "<!-- /controllers -->\nafter\n"
+    )
+    assert "old" not in text and "| `pid` | 0.050 | 1.05 |" in text
+    controllers.write_readme({"stories-grpo": summaries()}, readme)
+    assert readme.read_text() == text
+
+
+def test_readme_has_the_marks():
+    for page in (ROOT / "README.md", ROOT / "docs" / "choosing.md"):
+        assert page.read_text().count("<!-- controllers -->") == page.read_text().count("<!-- /controllers -->") == 1
+
+
+def test_settings_of_every_task():
+    for task in controllers.TASKS:
+        labels = [setting.label for setting in controllers.list_settings(task)]
+        assert labels[0] == "pid" and "exponential" in labels
+        assert [label for label in labels if label.startswith("adaptive")] == [
+            f"adaptive {horizon}" for horizon in (100, 300, 1000, 10000)
+        ]
+        assert sum(label.startswith("fixed") for label in labels) >= 3
+
+
+def test_small_policy_learns_and_is_measured():
+    case = robustness.Case(batch=32)
+    free, measured, exact = robustness.Policy(0, case), [], []
+    for _ in range(40):
+        rollout = free.sample(0.0, 1)
+        free.learn([rollout])
+        measured.append(rollout.measured.kl)
+        exact.append(rollout.exact)
+    assert exact[0] == pytest.approx(0.0, abs=1e-12) and exact[-1] > 10.0
+    # k3 is unbiased: over the run it measures what is there.
+    assert sum(measured[5:25]) == pytest.approx(sum(exact[5:25]), rel=0.2)
+    for name, peak in (("hold", 1.5), ("pid", 1.4)):
+        held = robustness.follow(name, 0, case)
+        assert max(held) < peak and sum(held[75:]) / 75 == pytest.approx(1.0, abs=0.1)
+
+
+def test_tables_of_the_estimators():
+    row = {"kl_per_sequence": 2.0, "kl_per_token": 0.1, "bias": 0.5, "bias_error": 0.01}
+    row |= {"token_variance": 0.2, "batch_variance": 0.3, "batch_noise": 0.04}
+    table = estimators.format_statistics([{"estimator": name, **row} for name in estimators.KL_ESTIMATORS])
+    assert "| `k1` | +50% ± 1 | 0.2 | 0.3 | 4% |" in table
+    cost = estimators.measure_cost(48, 1, 500, "time")
+    assert cost["forward"] > 0 and cost["full"] > 0
+    assert estimators.measure_cost(48, 1, 500, "full").keys() == {"full", "memory"}
+    assert json.loads(json.dumps(cost)) == cost

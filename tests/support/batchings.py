@@ -1,0 +1,80 @@
+"""The same generation batches, cut into micro-batches and spread over processes in several ways."""
+
+from support.tiny import (
+    ScriptedGeneration,
+    build_trainer,
+    logged,
+    recording,
+    reward_even_tokens,
+    scripted_rollout,
+    trained_lora,
+)
+from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
+
+
+# Eight completions per generation batch in all of them.
+CASES = {
+    "grpo-batch": {"algorithm": "grpo", "kl_centering": "batch"},
+    "grpo-batch-full": {"algorithm": "grpo", "kl_centering": "batch", "kl_statistic": "full", "kl_discount": 0.9},
+    "grpo-batch-importance": {"algorithm": "grpo", "kl_centering": "batch", "kl_estimator": "importance"},
+    "grpo-group": {"algorithm": "grpo", "kl_centering": "group"},
+    # One group that lies on all processes.
+    "grpo-wide-group": {"algorithm": "grpo", "kl_centering": "group", "num_generations": 8},
+    "grpo-reward": {"algorithm": "grpo", "kl_placement": "reward", "num_generations": 8},
+    "grpo-loss": {"algorithm": "grpo", "kl_placement": "loss"},
+    "grpo-loss-full": {"algorithm": "grpo", "kl_placement": "loss", "kl_estimator": "full"},
+    "rloo-batch": {"algorithm": "rloo", "kl_centering": "batch"},
+    "rloo-loss": {"algorithm": "rloo", "kl_placement": "loss", "kl_ignore_tokens": ["eos"]},
+    "rloo-reward": {"algorithm": "rloo", "kl_placement": "reward", "num_generations": 8},
+}
+
+
+def uneven_reward(completion_ids, **kwargs) -> list[float | None]:
+    """No score for some, and lengths that make the completions of a process unlike those of the other."""
+    rewards = reward_even_tokens(completion_ids)
+    return [None if ids[0] % 5 == 0 else reward for ids, reward in zip(completion_ids, rewards, strict=True)]
+
+
+def run_case(case: dict, output_dir: str, micro_batches: int, processes: int) -> dict:
+    """Train for three steps; return every advantage that the loss saw, by prompt and completion, and the statistics."""
+    fields = dict(case)
+    grpo = fields.pop("algorithm") == "grpo"
+    extras = {"rollout_func": scripted_rollout} if grpo else {}
+    base = KLXGRPOTrainer if grpo else type("ScriptedRLOOTrainer", (ScriptedGeneration, KLXRLOOTrainer), {})
+    trainer = build_trainer(
+        recording(base),
+        output_dir,
+        model=trained_lora(1, scale=0.1),
+        rewards=uneven_reward,
+        extras=extras,
+        kl_penalty_coef=0.2,
+        kl_target=0.5,
+        kl_horizon=40,
+        per_device_train_batch_size=8 // micro_batches // processes,
+        gradient_accumulation_steps=micro_batches,
+        # Adam would turn the last bit of a gradient that is nearly 0 into a whole step.
+        optim="sgd",
+        learning_rate=1e-3,
+        **fields,
+    )
+    accelerator = trainer.accelerator
+    trainer.train()
+    rows = []
+    for loss in trainer.losses:
+        advantages = loss["advantages"] if loss["advantages"].ndim == 2 else loss["advantages"].unsqueeze(1)
+        advantages = (advantages + loss.get("klx_adjustment", 0.0)).expand(loss["completion_ids"].shape)
+        for row in range(len(advantages)):
+            counts = loss["completion_mask"][row].bool()
+            prompt = loss["prompt_ids"][row][loss["prompt_mask"][row].bool()].tolist()
+            completion = loss["completion_ids"][row][counts].tolist()
+            rows.append([[loss["rollout"], prompt, completion], advantages[row][counts].tolist()])
+    return {
+        "rows": rows,
+        "kl": logged(trainer, "klx/kl"),
+        "k1": logged(trainer, "klx/kl_k1"),
+        "coef": [*logged(trainer, "klx/coef"), trainer.kl_controller.value],
+        "grad_norm": logged(trainer, "grad_norm"),
+        "adjustment": logged(trainer, "klx/adjustment_abs_mean"),
+        "num_processes": accelerator.num_processes,
+        "distributed_type": str(accelerator.distributed_type),
+    }
