@@ -4,10 +4,10 @@ Which methods of TRL and transformers this package depends on, and how they diff
     python .ci/upstream.py                                    # the newest TRL, against the installed one
     python .ci/upstream.py --old 1.14.2 --new installed       # any two versions
     python .ci/upstream.py --package transformers             # the same for transformers
-    python .ci/upstream.py --write                            # record the installed versions in tests/contract/upstream.json
+    python .ci/upstream.py --write                            # record the installed versions
 
-`tests/contract/test_upstream.py` compares the installed versions with what is recorded. Record a version only after reading what it
-changed.
+`tests/contract/test_upstream.py` compares the installed versions with the record in `tests/contract/upstream.json`.
+Record a version only after reading its changes.
 """
 
 import argparse
@@ -30,14 +30,14 @@ RECORD = ROOT / "tests" / "contract" / "upstream.json"
 PACKAGES = ("transformers", "trl")
 
 _PREPARE_INPUTS = (
-    "calls `_generate_and_score_completions` once per `steps_per_generation * num_iterations` micro-batches, counted in "
-    "`_step`; shuffles and splits the batch, together with our keys"
+    "calls `_generate_and_score_completions` once per `steps_per_generation * num_iterations` micro-batches, counted "
+    "in `_step`; shuffles and splits the batch, together with our keys"
 )
 _COMPUTE_LOSS = "calls `_compute_loss` once per micro-batch"
 _PREDICTION_STEP = "evaluates through `_prepare_inputs` and `compute_loss`"
 _SCRIPT = "builds its trainer as `trl.<Name>Trainer(...)`, which `trl-klx` replaces while the script runs"
 
-# What we do not override but order our calls around, or replace by name, and what we depend on there.
+# Definitions that we do not override but call around, wrap or replace, and what we rely on in each.
 RELIED_ON = {
     "trl.trainer.grpo_trainer:GRPOTrainer._prepare_inputs": _PREPARE_INPUTS,
     "trl.trainer.grpo_trainer:GRPOTrainer.compute_loss": _COMPUTE_LOSS,
@@ -47,16 +47,20 @@ RELIED_ON = {
     "trl.trainer.rloo_trainer:RLOOTrainer.prediction_step": _PREDICTION_STEP,
     "trl.trainer.utils:shuffle_sequence_dict": "carries every `(B, ...)` tensor of a batch, ours included",
     "trl.trainer.utils:split_tensor_dict": "carries every `(B, ...)` tensor of a batch, ours included",
-    "trl.trainer.utils:add_fused_lm_head": "is given every reference model that TRL has not prepared",
+    "trl.trainer.utils:add_fused_lm_head": "is applied to every reference model that TRL has not prepared",
     "trl.kernels.chunked_logprob:ChunkedLogProbFunction.forward": (
-        "is replaced where the reference's pass ends before the LM head, by what takes and returns the same"
+        "is replaced where the reference's pass stops before the LM head, by a function with the same interface"
     ),
-    "trl.generation.vllm_generation:VLLMGeneration.sync_weights": "is wrapped, so that vLLM gets the policy's weights only",
+    "trl.generation.vllm_generation:VLLMGeneration.sync_weights": (
+        "is wrapped so that vLLM gets only the policy's weights"
+    ),
     "trl.scripts.grpo:main": _SCRIPT,
     "trl.scripts.rloo:main": _SCRIPT,
-    "transformers.trainer:Trainer._init_training_state": "loads the state in which `KLXCallback` finds its own",
-    "transformers.trainer:Trainer._load_callback_state": "builds no callback from a state key that is no class name",
-    "transformers.trainer:Trainer._prepare_for_training": "loads the weights first, then calls `_load_optimizer_and_scheduler`",
+    "transformers.trainer:Trainer._init_training_state": "loads the state from which `KLXCallback` restores its own",
+    "transformers.trainer:Trainer._load_callback_state": "builds no callback from a key that is not a class name",
+    "transformers.trainer:Trainer._prepare_for_training": (
+        "loads the weights first, then calls `_load_optimizer_and_scheduler`"
+    ),
     "transformers.trainer:Trainer._run_epoch": (
         "calls `training_step` for every micro-batch, steps the optimizer, then calls `on_step_end`, logs and saves"
     ),
@@ -91,7 +95,7 @@ class Definition:
         return f"{self.module}:{self.name}"
 
     def source(self, folder: Path) -> str | None:
-        """The source of the definition in the packages of a folder; `None` if it is not there."""
+        """The source of the definition in a folder of packages, or `None` if it is not there."""
         file = folder.joinpath(*self.module.split(".")).with_suffix(".py")
         if not file.is_file():
             return None
@@ -120,7 +124,7 @@ def our_classes() -> list[type]:
 
 
 def overridden(classes: list[type]) -> dict[str, set[type]]:
-    """The methods that our classes define and that a class of TRL's or transformers' may define, with those classes."""
+    """The methods of our classes that override TRL or transformers, each with all host classes that may define it."""
     found: dict[str, set[type]] = {}
     for cls in classes:
         ours = [base for base in cls.__mro__ if base.__module__.startswith("trl_klx.")]
@@ -132,7 +136,7 @@ def overridden(classes: list[type]) -> dict[str, set[type]]:
 
 
 def _is_written(value: object) -> bool:
-    """Whether a member is a method that has source: those that a dataclass is given have none."""
+    """Whether a member is a method with source code. Methods generated for a dataclass have none."""
     function = getattr(value, "__func__", getattr(value, "fget", value))
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename != "<string>"
@@ -140,8 +144,8 @@ def _is_written(value: object) -> bool:
 
 def definitions() -> list[Definition]:
     """
-    Everything that we override or rely on. For an overridden method this names every host class, whether or not it defines
-    the method: a version that begins to define it changes what `super()` calls.
+    Everything that we override or rely on. An overridden method is listed for every host class, whether or not the
+    class defines it: a version that begins to define it changes what `super()` calls.
     """
     keys = [
         f"{host.__module__}:{host.__name__}.{name}"
@@ -155,7 +159,7 @@ def definitions() -> list[Definition]:
 
 
 def fingerprint(source: str | None) -> str | None:
-    """A hash of the code without comments, docstrings and layout, the same on every version of Python."""
+    """A hash of the code without comments, docstrings and layout. It is the same on every Python version."""
     if source is None:
         return None
     tree = ast.parse(_dedent(source))
@@ -163,12 +167,12 @@ def fingerprint(source: str | None) -> str | None:
 
 
 def _dedent(source: str) -> str:
-    # `textwrap.dedent` would also change strings that span lines; a block around the code changes nothing.
+    # `textwrap.dedent` would also change multi-line strings; a block around the code does not.
     return f"if True:\n{source}" if source[:1].isspace() else source
 
 
 def _shape(value: object) -> object:
-    """The syntax tree as nested tuples. Fields that are empty are left out, since versions of Python differ in them."""
+    """The syntax tree as nested tuples. Empty fields are left out, because Python versions differ in them."""
     if isinstance(value, list):
         return [_shape(item) for item in value]
     if not isinstance(value, ast.AST):
@@ -219,7 +223,7 @@ def installed_folder(package: str) -> Path:
 
 
 def fetch(package: str, version: str, folder: Path) -> tuple[str, Path]:
-    """A version of a package, downloaded unless it is `"installed"`: its number and the folder that holds it."""
+    """Download a version of a package unless it is `"installed"`, and return its number and its folder."""
     if version == "installed":
         return importlib.metadata.version(package), installed_folder(package)
     wanted = package if version == "newest" else f"{package}=={version}"
@@ -230,7 +234,7 @@ def fetch(package: str, version: str, folder: Path) -> tuple[str, Path]:
 
 
 def differences(package: str, old: Path, new: Path, old_name: str, new_name: str) -> dict[str, str]:
-    """The definitions whose code differs between two folders, each with a diff. Comments show up but do not count."""
+    """The definitions whose code differs between two folders, with diffs. Comments are shown but do not count."""
     found = {}
     for definition in definitions():
         if definition.package != package:
@@ -246,12 +250,12 @@ def differences(package: str, old: Path, new: Path, old_name: str, new_name: str
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Show what changed in the methods of TRL that this package depends on."
+        description="Show what changed in the methods of TRL and transformers that this package depends on."
     )
     parser.add_argument("--package", choices=PACKAGES, default="trl")
     parser.add_argument("--old", default="installed", help="a version, 'installed' or 'newest'")
     parser.add_argument("--new", default="newest", help="a version, 'installed' or 'newest'")
-    parser.add_argument("--write", action="store_true", help="record the installed versions in tests/contract/upstream.json")
+    parser.add_argument("--write", action="store_true", help=f"record the installed versions in {RECORD.name}")
     args = parser.parse_args()
     if args.write:
         write_record()

@@ -1,13 +1,13 @@
 """
 How well each KL controller holds its target, in real training.
 
-    python benchmarks/controllers.py                      # what is missing of the runs, then table, figure and JSON
+    python benchmarks/controllers.py                      # make the missing runs, then the table, figure and JSON
     python benchmarks/controllers.py --tasks embedded-ppo # one task only
-    python benchmarks/controllers.py --readme             # no runs: write the tables of the JSON into README.md and docs
+    python benchmarks/controllers.py --readme             # no runs: write the JSON's tables into README.md and docs
 
-Tasks are `embedded-grpo` and `embedded-ppo` (the tiny models of `recipes/ppo_hh.py`) and, where the folder given by
-`--assets` holds it and PyPI's `vaderSentiment` is installed, `stories-grpo` (a pretrained 260K-parameter model). Every
-run is recorded, so that the script goes on where it was stopped.
+`embedded-grpo` and `embedded-ppo` train the tiny models of `recipes/ppo_hh.py`. `stories-grpo` trains a pretrained
+260K-parameter model; it needs that model in the folder given by `--assets`, and PyPI's `vaderSentiment`. Every run is
+recorded, so an interrupted script continues where it stopped.
 """
 
 import argparse
@@ -45,7 +45,7 @@ TASKS = {
         "--algorithm grpo --per_device_train_batch_size 32 --num_generations 4 --max_completion_length 48 "
         "--learning_rate 2e-4 --max_steps 150 --kl_target 4"
     ),
-    # Answers of the tiny policy differ much in their KL from prompt to prompt: 32 of them a batch here, 64 there.
+    # The tiny policy's KL varies a lot between prompts, so a batch has many of them: 32 for GRPO, 64 for PPO.
     "embedded-grpo": f"--algorithm grpo --per_device_train_batch_size 128 --num_generations 4 {EMBEDDED}",
     "embedded-ppo": f"--algorithm ppo --per_device_train_batch_size 64 --num_ppo_epochs 1 {EMBEDDED}",
 }
@@ -80,7 +80,7 @@ def command_line(task: str, args: argparse.Namespace) -> list[str]:
 
 
 def summarise(records: list[dict]) -> dict:
-    """What is said of one controller: each figure is the mean over the seeds, the worst of them beside it."""
+    """Summary of one controller: means over the seeds, and the worst seed for error and peak."""
     target, steps = records[0]["target"], len(records[0]["kl"])
     errors = [relative_rms_error(tail(record["kl"]), target) for record in records]
     peaks = [max(record["kl"]) / target for record in records]
@@ -90,7 +90,7 @@ def summarise(records: list[dict]) -> dict:
         "rms_error_worst": max(errors),
         "peak": fmean(peaks),
         "peak_worst": max(peaks),
-        # A run that never settles counts with its length, which is the least that it can need.
+        # A run that never settles counts with its full length, which is a lower bound.
         "settled_at": fmean(steps if step is None else step for step in settled),
         "never_settled": sum(step is None for step in settled),
         "kl": average(records, "kl"),
@@ -103,7 +103,7 @@ def summarise(records: list[dict]) -> dict:
 
 
 def interpolate_frontier(summary: dict[str, dict], kl: float, name: str) -> float | None:
-    """What the fixed coefficients give at that KL, straight between the two nearest of them in sqrt(KL)."""
+    """What fixed coefficients reach at this KL, interpolated linearly in sqrt(KL) between the two nearest."""
     points = sorted((math.sqrt(s["kl"]), s[name]) for label, s in summary.items() if label.startswith("fixed"))
     x = math.sqrt(kl)
     for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
@@ -128,7 +128,7 @@ def format_table(summary: dict[str, dict]) -> str:
 
 
 def verdict(summary: dict[str, dict]) -> list[str]:
-    """The goals that `pid` is held to, and whether these runs meet them."""
+    """The goals set for `pid`, and whether these runs meet them."""
     pid = summary["pid"]
     ziegler = {label: s for label, s in summary.items() if label.startswith("adaptive")}
     best_error = min(ziegler, key=lambda label: ziegler[label]["rms_error"])
@@ -186,7 +186,7 @@ def draw(results: dict[str, dict[str, list[dict]]], path: Path) -> bool:
 
 
 def write_readme(summaries: dict[str, dict], page: Path, every: bool = False) -> None:
-    """Put the table of the pretrained model, or of every task, between the two marks of a page."""
+    """Write the table of the pretrained model, or of every task, between the two markers of a page."""
     start, end = "<!-- controllers -->", "<!-- /controllers -->"
     before, rest = page.read_text().split(start)
     if every:
@@ -201,14 +201,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--assets", type=Path, default=ROOT.parent / "shared" / "assets", help="folder of stories260K")
-    parser.add_argument("--cache", type=Path, default=ROOT / "outputs" / "hh_default", help="the tiny models' folder")
+    parser.add_argument(
+        "--cache", type=Path, default=ROOT / "outputs" / "hh_default", help="folder of the tiny models"
+    )
     parser.add_argument(
         "--output", type=Path, default=ROOT / "outputs" / "controllers", help="records, JSON and figure"
     )
-    parser.add_argument("--workers", type=int, default=1, help="runs made at the same time, one thread each")
+    parser.add_argument("--workers", type=int, default=1, help="parallel runs, one thread each")
     parser.add_argument("--share", type=int, nargs=2, default=None, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--readme", action="store_true", help="only write the tables of the JSON into README.md and docs/choosing.md"
+        "--readme", action="store_true", help="only write the JSON's tables into README.md and docs/choosing.md"
     )
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -220,7 +222,7 @@ def main(argv: list[str]) -> None:
         return
     tasks = args.tasks
     if not is_available(args.assets):
-        say(f"stories-grpo is skipped: it needs stories260K in {args.assets} and the package vaderSentiment.")
+        say(f"Skipping stories-grpo: it needs stories260K in {args.assets} and the package vaderSentiment.")
         tasks = [task for task in tasks if not task.startswith("stories")]
     if args.workers > 1 and args.share is None:
         command = [sys.executable, __file__, *argv, "--share"]
@@ -240,13 +242,12 @@ def main(argv: list[str]) -> None:
     summaries = {
         task: {label: summarise(records) for label, records in groups.items()} for task, groups in results.items()
     }
-    # Beside those of other tasks that were made before.
+    # Keep the results of other tasks from earlier calls.
     known = (json.loads(results_file.read_text()) if results_file.exists() else {}) | summaries
     results_file.write_text(json.dumps({task: known[task] for task in TASKS if task in known}, indent=1))
     for task, summary in summaries.items():
-        say(
-            f"\n{task}: target {results[task]['pid'][0]['target']} nats, start {START}, {summary['pid']['batches']} batches"
-        )
+        target, batches = results[task]["pid"][0]["target"], summary["pid"]["batches"]
+        say(f"\n{task}: target {target} nats, start {START}, {batches} batches")
         say(format_table(summary))
         say("\n".join(verdict(summary)))
     if draw(results, args.output / "controllers.png"):

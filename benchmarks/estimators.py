@@ -2,11 +2,11 @@
 Bias, variance and cost of every KL estimator.
 
     python benchmarks/estimators.py                 # the statistics, then time and memory
-    python benchmarks/estimators.py --docs          # no measurement: write the tables of the JSON into docs/choosing.md
+    python benchmarks/estimators.py --docs          # no measurement: write the JSON's tables into docs/choosing.md
 
-Statistics: a pretrained model is moved away from itself (fine-tuned on a few texts, the step scaled to several
-distances), samples completions, and every estimator is compared with the exact KL of the states that were visited.
-Cost: scoring the reference as every estimator needs it, and as `full` does.
+Statistics: a pretrained model is fine-tuned on a few texts, and the change of its weights is scaled to several
+distances. It samples completions, and every estimator is compared with the exact KL in the visited states.
+Cost: scoring the reference for the sampled estimators, and for `full`.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def load_model(args):
 
 
 def fine_tune(model, tokenizer, rows: list[dict], steps: int = 40) -> dict[str, torch.Tensor]:
-    """What a little training on a few texts adds to the weights."""
+    """Train briefly on a few texts, and return the change of the weights. The model is left as it was."""
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     texts = [row["prompt"] + row["chosen"] for row in rows[:16]]
     pad = tokenizer.pad_token or tokenizer.eos_token
@@ -80,7 +80,7 @@ def fine_tune(model, tokenizer, rows: list[dict], steps: int = 40) -> dict[str, 
 
 @torch.no_grad()
 def sample(policy, reference, tokenizer, prompts: list[str]) -> dict[str, torch.Tensor]:
-    """Per-token KL by every estimator, `(B, T)` each, of completions that the policy samples, with their mask."""
+    """Per-token KL by every estimator, `(B, T)` each, on completions sampled from the policy, and their mask."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
     output = policy.generate(
         **inputs, do_sample=True, top_k=0, max_new_tokens=LENGTH, pad_token_id=tokenizer.pad_token_id
@@ -151,8 +151,8 @@ def compare(args) -> list[dict]:
 
 def measure_cost(hidden_size: int, layers: int, vocabulary: int, kind: str) -> dict:
     """
-    CPU time and peak memory of what the trainers do for a reference: with TRL's LM head for the log-probs of its tokens,
-    and with `full`, which goes through both LM heads itself and has those log-probs at hand.
+    CPU time and peak memory of scoring a reference: with TRL's LM head, which gives the log-probs of the tokens, and
+    with `full`, which applies both LM heads itself and gets these log-probs on the way.
     """
     torch.manual_seed(0)
     model = LlamaForCausalLM(llama_config(hidden_size, layers, vocabulary)).eval()
@@ -183,7 +183,7 @@ def measure_cost(hidden_size: int, layers: int, vocabulary: int, kind: str) -> d
 
 
 def measure_costs() -> list[dict]:
-    """Each case in processes of its own, since a peak of memory cannot be reset."""
+    """Measure each case in its own processes, because peak memory cannot be reset."""
     table = []
     for hidden_size, layers in SIZES:
         for vocabulary in VOCABULARIES:
@@ -192,7 +192,7 @@ def measure_costs() -> list[dict]:
                 case = json.dumps([hidden_size, layers, vocabulary, kind])
                 command = [sys.executable, __file__, "--case", case]
                 lines = subprocess.run(command, check=True, capture_output=True).stdout.splitlines()
-                results[kind] = json.loads(lines[-1])  # what is imported may print too
+                results[kind] = json.loads(lines[-1])  # imported packages may print too
             table.append(
                 {
                     "hidden": hidden_size,
@@ -225,7 +225,8 @@ def format_statistics(table: list[dict]) -> str:
 
 def format_costs(table: list[dict]) -> str:
     lines = [
-        "| hidden, layers | vocabulary | LM head's share | reference | with `full` | ratio | memory: reference | with `full` | a (B, T, V) tensor |",
+        "| hidden, layers | vocabulary | LM head's share | reference | with `full` | ratio "
+        "| memory: reference | with `full` | a (B, T, V) tensor |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in table:
@@ -241,10 +242,12 @@ def format_costs(table: list[dict]) -> str:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--assets", type=Path, default=ROOT.parent / "shared" / "assets", help="folder of stories260K")
-    parser.add_argument("--cache", type=Path, default=ROOT / "outputs" / "hh_default", help="the tiny models' folder")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "estimators", help="where the JSON goes")
-    parser.add_argument("--no-cost", action="store_true", help="the statistics alone")
-    parser.add_argument("--docs", action="store_true", help="only write the tables of the JSON into docs/choosing.md")
+    parser.add_argument(
+        "--cache", type=Path, default=ROOT / "outputs" / "hh_default", help="folder of the tiny models"
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "estimators", help="folder for the JSON")
+    parser.add_argument("--no-cost", action="store_true", help="measure only the statistics")
+    parser.add_argument("--docs", action="store_true", help="only write the JSON's tables into docs/choosing.md")
     parser.add_argument("--case", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.case is not None:

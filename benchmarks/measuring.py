@@ -1,4 +1,4 @@
-"""What the benchmarks share: tiny models, runs in processes of their own that take turns, and results that survive a stop."""
+"""Helpers of the benchmarks: tiny models, runs in separate processes that take turns, and results kept on disk."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def build_tokenizer(vocabulary: int):
 
 
 def llama_config(hidden: int, layers: int, vocabulary: int, **overrides):
-    """A Llama with heads of 48 or 32: hidden 288 and 6 layers make 15M parameters with a vocabulary of 32000."""
+    """A Llama with six heads. Hidden size 288, 6 layers and a vocabulary of 32000 make 15M parameters."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -44,13 +44,13 @@ def llama_config(hidden: int, layers: int, vocabulary: int, **overrides):
 
 
 def lm_head_share(hidden: int, layers: int, vocabulary: int) -> float:
-    """The LM head's share of the weights that a forward of such a Llama multiplies with."""
+    """The LM head's share of the weights that a forward pass of such a Llama multiplies by."""
     head, backbone = hidden * vocabulary, layers * hidden * (4 * hidden + 3 * (hidden * 8 // 3))
     return head / (head + backbone)
 
 
 class Stopwatch:
-    """CPU time of a process by step, and within it that of generation. The first step is not counted."""
+    """CPU time of the process per step, and the part spent on generation. The first step is not counted."""
 
     def __init__(self):
         self.stamps: list[tuple[float, float]] = []
@@ -60,7 +60,7 @@ class Stopwatch:
         self.stamps.append((time.process_time(), self.generating))
 
     def watch(self, model, stamps: bool = False) -> None:
-        """Time the model's `generate`. With `stamps`, a step begins with each call of it."""
+        """Time the model's `generate`. With `stamps`, each call begins a step."""
         generate = model.generate
 
         def timed(*args, **kwargs):
@@ -75,7 +75,7 @@ class Stopwatch:
         model.generate = timed
 
     def report(self, **more) -> None:
-        """Print what was measured, for [`measure`] to read."""
+        """Print the measurements for [`measure`] to read."""
         steps = list(zip(self.stamps[1:], self.stamps[2:], strict=False))
         result = {
             "seconds": statistics.median(after[0] - before[0] for before, after in steps),
@@ -87,7 +87,7 @@ class Stopwatch:
 
 
 def measure(script: str, case: dict, python: str = sys.executable) -> dict:
-    """Run one case of a script, `python script --run case`, and return what it reported."""
+    """Run one case with `python script --run case`, and return what it reported."""
     base = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(
         [python, script, "--run", json.dumps(case)], capture_output=True, text=True, env={**os.environ, **base}
@@ -100,12 +100,12 @@ def measure(script: str, case: dict, python: str = sys.executable) -> dict:
 
 class Results:
     """
-    Measurements by case, in a JSON file that is written after every run: started again with the same file, a benchmark
-    goes on where it was stopped.
+    Measurements by case, in a JSON file that is written after every run. A benchmark that is started again with the
+    same file continues where it stopped.
 
     Args:
         path (`Path`, *optional*):
-            The file; without one, results are kept in memory only.
+            The file. If unset, results are kept in memory only.
     """
 
     def __init__(self, path: Path | None):
@@ -124,9 +124,11 @@ class Results:
     def add(self, case: dict, run: dict) -> None:
         self.runs.setdefault(self.key(case), []).append(run)
         if self.path is not None:
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self.runs, indent=1))
-            temporary.replace(self.path)
+            # Imported here: the environment with an older TRL imports this file too.
+            from trl_klx.checkpoints.atomic_write import atomic_write
+
+            with atomic_write(self.path) as temporary:
+                Path(temporary).write_text(json.dumps(self.runs, indent=1))
 
     def median(self, case: dict, key: str) -> float:
         return statistics.median(run[key] for run in self.runs[self.key(case)])
@@ -137,20 +139,20 @@ class Results:
 
 def take_turns(script: str, groups: Iterable[list[dict]], results: Results, repeats: int, python_of=None) -> None:
     """
-    Measure each group of cases `repeats` times, one case after the other and then from the first again, so that what
-    disturbs the machine disturbs all of them.
+    Measure each group of cases `repeats` times, cycling through its cases, so that disturbances of the machine affect
+    all of them alike.
 
     Args:
         script (`str`):
             File of the benchmark.
         groups (`Iterable[list[dict]]`):
-            Cases that are compared with each other.
+            Cases to compare with each other.
         results ([`Results`]):
-            Where the measurements go.
+            Where to keep the measurements.
         repeats (`int`):
             Runs of each case.
         python_of (`Callable`, *optional*):
-            The interpreter for a case; by default this one.
+            Returns the interpreter for a case. If unset, the current one runs all cases.
     """
     groups = list(groups)
     distinct = {Results.key(case): case for group in groups for case in group}.values()
@@ -168,7 +170,7 @@ def take_turns(script: str, groups: Iterable[list[dict]], results: Results, repe
 
 
 def progress(done: int, total: int, left: float) -> None:
-    """A bar on stderr, with the time that is left if the next runs are like the last ones."""
+    """Show a bar on stderr, with the time left if the next runs take as long as the last ones."""
     if not sys.stderr.isatty() and done not in (0, total):
         return
     width = 30

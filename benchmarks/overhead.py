@@ -1,17 +1,17 @@
 """
 What KL control costs: KLX trainers against TRL's own, in CPU time per step and in peak memory.
 
-For the time, the two trainers that are compared take turns step by step in one process, so that what disturbs the machine
-disturbs both, and the median of the ratios of neighbouring steps is printed; for the memory, each has processes of its own.
-The first step is left out.
+For time, the two trainers take turns step by step in one process, so that disturbances of the machine affect both, and
+the median ratio of neighbouring steps is printed. For memory, each trainer runs in its own process. The first step is
+not counted.
 
 ```bash
 python benchmarks/overhead.py                                # a few minutes, on a tiny model
-python benchmarks/overhead.py --full --json overhead.json    # hours; can be stopped, and goes on with the same file
+python benchmarks/overhead.py --full --json overhead.json    # hours; can be stopped and continued with the same file
 python benchmarks/overhead.py --full --json overhead.json --tokens 64 256 --vocabulary 32000 --accumulation 1
 ```
 
-With `--json` there is also a figure beside the file, of how the cost grows with the length.
+With `--json`, a figure next to the file shows how the cost grows with the length.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from transformers import TrainerCallback
 
 OFF, BETA, ON = {"beta": 0.0}, {"beta": 0.04}, {"beta": 0.0, "kl_penalty_coef": 0.04}
 LORA = {"lora": True}
-# By name, TRL's side and what is compared with it. TRL's `beta` is the equal of a penalty that is on.
+# By name: TRL's fields and ours. TRL's `beta` is the counterpart of our penalty.
 CASES = {
     "off": (OFF, OFF),
     "on": (BETA, ON),
@@ -47,15 +47,15 @@ FULL_SIZE, SMALL_SIZE = {"hidden": 288, "layers": 6}, {"hidden": 192, "layers": 
 
 class Turns(TrainerCallback):
     """
-    Lets trainers in threads of their own train one step each, in turn, and times the steps of one of them.
+    Lets trainers in separate threads take turns, one step each, and times the steps of one of them.
 
     Args:
         baton (`threading.Condition`):
-            Shared by all; its attribute `turn` is the number of the trainer that may go on.
+            Shared by all trainers. Its attribute `turn` is the number of the trainer that may run.
         number (`int`):
-            This trainer's.
+            Number of this trainer.
         of (`int`):
-            How many there are.
+            Number of trainers.
     """
 
     def __init__(self, baton: threading.Condition, number: int, of: int):
@@ -74,13 +74,13 @@ class Turns(TrainerCallback):
             self.baton.notify_all()
 
     def steps(self) -> list[tuple[float, float]]:
-        """CPU time of each step but the first, and within it that of generation."""
+        """CPU time of each step except the first, and the part spent on generation."""
         pairs = zip(self.watch.stamps[2::2], self.watch.stamps[3::2], strict=True)
         return [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
 
 
 def build(case: dict, folder: str, callback: TrainerCallback):
-    """The trainer of a case."""
+    """Build the trainer of a case."""
     import trl
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
@@ -122,7 +122,7 @@ def build(case: dict, folder: str, callback: TrainerCallback):
         max_completion_length=tokens,
         max_steps=steps,
         learning_rate=1e-5,
-        # Every completion has the full length, whatever the random policy says.
+        # Every completion has the full length, whatever the random policy samples.
         generation_kwargs={"min_new_tokens": tokens},
         model_init_kwargs={"dtype": "float32"},
         **fields,
@@ -135,7 +135,7 @@ def build(case: dict, folder: str, callback: TrainerCallback):
         processing_class=build_tokenizer(vocabulary),
         peft_config=lora_config() if lora else None,
     )
-    # After those of the trainer itself, whose work at the end of a step is a part of it.
+    # Added last, so that the trainer's own callbacks count as part of the step.
     trainer.add_callback(callback)
     callback.watch.watch(trainer.model)
     return trainer
@@ -146,11 +146,11 @@ def train_or_exit(trainer) -> None:
         trainer.train()
     except BaseException:
         traceback.print_exc()
-        os._exit(1)  # the others would wait for their turn
+        os._exit(1)  # the other trainers would wait for their turn forever
 
 
 def run_in_turns(cases: list[dict]) -> None:
-    """Train the cases at the same time, step by step in turn; prints the measurements, relative to the first case."""
+    """Train the cases in turn, step by step, and print the measurements relative to the first case."""
     torch.set_num_threads(1)
     baton = threading.Condition()
     baton.turn = 0
@@ -177,32 +177,32 @@ def run_in_turns(cases: list[dict]) -> None:
 
 
 def default_steps(tokens: int, vocabulary: int, accumulation: int) -> int:
-    """The fewer the longer they take."""
+    """Fewer steps for larger cases, whose steps take longer."""
     return max(3, min(8, round(8 * 64 * 32000 / (tokens * vocabulary * accumulation))))
 
 
 def enough_steps(case: dict, steps: int) -> int:
-    """So many steps, or as many as it takes until a lagging reference moves."""
+    """At least `steps`, and enough for a lagging reference to move."""
     return max(steps, case["kl_ref_lag"] + 3) if "kl_ref_lag" in case else steps
 
 
 def goals(name: str, case: dict) -> tuple[float, float]:
-    """The largest ratios of time and memory that are good enough."""
+    """The largest acceptable ratios of time and memory."""
     if name == "off":
         return 1.01, 1.01
-    # Centered over several micro-batches, GRPO's policy is scored once more; RLOO's is scored anyway.
+    # Centering over several micro-batches scores GRPO's policy once more; RLOO's is scored anyway.
     return (1.16 if case["trainer"] == "GRPO" and case["accumulation"] > 1 else 1.02), 1.02
 
 
 class Costs:
     """
-    What was measured of one pair of cases.
+    The measurements of one pair of cases.
 
     Args:
         results ([`Results`]):
             All measurements.
         ours (`dict`), theirs (`dict`):
-            The cases.
+            The cases of KLX and of TRL.
     """
 
     def __init__(self, results: Results, ours: dict, theirs: dict):
@@ -238,7 +238,7 @@ def verdict(name: str, case: dict, costs: Costs) -> str:
     if costs.time > time_goal:
         misses.append(f"time > {time_goal}")
     ours, theirs = costs.megabytes
-    # A reference that TRL does not have may take twice what is trained; where TRL has its equal, nothing.
+    # A reference that TRL lacks may take twice the memory of the trained weights; one that TRL has too may add none.
     allowed = (memory_goal - 1) * theirs
     if "adapter" in name or "lag" in name:
         allowed = max(allowed, 2 * costs.of_pair("trained_megabytes"))
@@ -259,9 +259,9 @@ def show(rows: list[tuple[str, dict, Costs]]) -> None:
 
 def show_prediction(rows: list[tuple[str, dict, Costs]]) -> None:
     """
-    The formulas of docs/costs.md against what was measured: the penalty adds one forward. Without generation, a step of
-    full fine-tuning is a forward and a backward of twice its cost; so the forward is a third of it. TRL's `beta` costs the
-    same by them.
+    Compare the formulas of docs/costs.md with the measurements. The penalty adds one forward pass. Without generation,
+    a step of full fine-tuning is a forward pass and a backward pass of twice its cost, so a forward pass is a third of
+    the step. TRL's `beta` costs the same by these formulas.
     """
     by_shape = {}
     for name, case, costs in rows:
@@ -336,14 +336,16 @@ def plot(rows: list[tuple[str, dict, Costs]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("--full", action="store_true", help="the 15M model and the whole grid")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each case")
-    parser.add_argument("--steps", type=int, help="steps of each run; the first is not counted (default 8 to 3)")
-    parser.add_argument("--json", type=Path, help="keep the results in this file, and go on from what it has")
-    parser.add_argument("--show", action="store_true", help="measure nothing, show what the file has")
+    parser.add_argument("--full", action="store_true", help="use the 15M model and the whole grid")
+    parser.add_argument("--repeats", type=int, default=1, help="runs per case")
+    parser.add_argument("--steps", type=int, help="steps per run; the first is not counted (default 3 to 8)")
+    parser.add_argument("--json", type=Path, help="keep the results in this file, and continue from it")
+    parser.add_argument("--show", action="store_true", help="measure nothing, only show the results in the file")
     parser.add_argument("--trainers", nargs="+", choices=["GRPO", "RLOO"], default=["GRPO", "RLOO"])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--tokens", nargs="+", type=int, help="lengths (default 32, with --full 64 256 512)")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, help="completion lengths (default 32, with --full 64 256 512)"
+    )
     parser.add_argument("--vocabulary", nargs="+", type=int, help="(default 4000, with --full 32000 128000)")
     parser.add_argument("--accumulation", nargs="+", type=int, help="(default 1, with --full 1 4)")
     options = parser.parse_args()
@@ -356,7 +358,7 @@ def main() -> None:
     accumulations = options.accumulation or ([1, 4] if full else [1])
     results = Results(options.json)
     rows, groups = [], []
-    # The cheapest first, so that a run that is stopped has something to show.
+    # The cheapest first, so that an interrupted run has something to show.
     for accumulation, vocabulary, tokens in itertools.product(accumulations, vocabularies, lengths):
         shape = {"tokens": tokens, "vocabulary": vocabulary, "accumulation": accumulation}
         shape |= {"steps": options.steps or default_steps(**shape)} | (FULL_SIZE if full else SMALL_SIZE)
@@ -370,7 +372,7 @@ def main() -> None:
     try:
         take_turns(__file__, [] if options.show else groups, results, options.repeats)
     except KeyboardInterrupt:
-        print("\nstopped; what is there:")
+        print("\nstopped; results so far:")
     rows = [row for row in rows if row[2].complete]
     show(rows)
     show_prediction(rows)

@@ -1,14 +1,14 @@
 """
-KLXPPO against the last PPOTrainer that TRL had, that of 1.12, in CPU time per rollout and in peak memory.
+KLXPPO against the PPOTrainer of TRL 1.12, TRL's last one, in CPU time per rollout and in peak memory.
 
-Policy, reward model, prompts, lengths, epochs and batch are the same. TRL 1.12 runs in a virtual environment of its own,
-which is made on the first run and laid over this one, so that all else is the same too. It needs a value model of its own;
-KLXPPO's value function is a head on the policy. Each run is a process of its own, and those that are compared take turns.
-Timings of the first rollout are left out.
+Policy, reward model, prompts, lengths, epochs and batch are the same. TRL 1.12 runs in its own virtual environment,
+which is created on the first run as a layer over the current one, so that all other packages are the same too. It
+needs a separate value model; KLXPPO's value function is a head on the policy. Each run is its own process, and the
+runs of a comparison take turns. The first rollout is not timed.
 
 ```bash
 python benchmarks/ppo.py                           # a few minutes, on a tiny model
-python benchmarks/ppo.py --full --json ppo.json    # hours; can be stopped, and goes on with the same file
+python benchmarks/ppo.py --full --json ppo.json    # hours; can be stopped and continued with the same file
 ```
 """
 
@@ -32,15 +32,15 @@ GOALS = {"seconds": 0.85, "megabytes": 0.75}
 
 
 def old_environment(folder: Path) -> str:
-    """The interpreter of an environment with TRL 1.12 and otherwise what this one has; made if it is not there."""
+    """The interpreter of an environment with TRL 1.12 and otherwise our packages. Creates it if it is missing."""
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     done = folder / f"trl-{OLD_TRL}"
     if not done.exists():
-        print(f"making {folder} with TRL {OLD_TRL} ...", file=sys.stderr)
+        print(f"creating {folder} with TRL {OLD_TRL} ...", file=sys.stderr)
         venv.create(folder, clear=True)
         paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
         packages = Path(paths["purelib"])
-        # What is not in the new environment is taken from this one.
+        # Packages that the new environment lacks come from the current one.
         (packages / "below.pth").write_text("\n".join(site.getsitepackages()) + "\n")
         subprocess.run(
             [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages, f"trl=={OLD_TRL}"],
@@ -55,7 +55,7 @@ def old_environment(folder: Path) -> str:
 
 
 def run_once(case: dict) -> None:
-    """One training run in this process; prints its measurements."""
+    """Train once in this process, and print the measurements."""
     import torch
     from datasets import Dataset
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification
@@ -96,7 +96,8 @@ def run_once(case: dict) -> None:
                 **common,
                 max_completion_length=tokens,
                 max_steps=rollouts * epochs,
-                generation_kwargs={"eos_token_id": vocabulary},  # none that can be sampled: the full length, as below
+                # An EOS that cannot be sampled: every completion has the full length, as below.
+                generation_kwargs={"eos_token_id": vocabulary},
                 kl_penalty_coef=0.05,
                 **fields,
             )
@@ -128,9 +129,9 @@ def run_once(case: dict) -> None:
 
 
 def predict(case: dict, theirs: dict, results: Results) -> float:
-    """The ratio of times by the formulas of docs/costs.md, from what TRL took."""
+    """Ratio of times that the formulas of docs/costs.md predict from TRL's measured time."""
     total, generation = results.median(theirs, "seconds"), results.median(theirs, "generation")
-    # Value and reward models are forwards without the LM head.
+    # Value and reward models run without the LM head.
     headless, epochs = 1.0 - lm_head_share(case["hidden"], case["layers"], case["vocabulary"]), case["epochs"]
     forward = (total - generation) / (1 + 2 * headless + 3 * epochs * (1 + headless))
     scored = 1 if epochs == 1 else 2
@@ -139,7 +140,8 @@ def predict(case: dict, theirs: dict, results: Results) -> float:
 
 def show(rows: list[tuple[str, dict, dict]], results: Results) -> None:
     print(
-        f"{'':26}{'tokens':>7}{'epochs':>7}{'TRL s':>9}{'KLX s':>9}{'tok/s':>9}{'time':>7}{'by formula':>12}{'memory':>8}  goal"
+        f"{'':26}{'tokens':>7}{'epochs':>7}{'TRL s':>9}{'KLX s':>9}{'tok/s':>9}{'time':>7}{'by formula':>12}"
+        f"{'memory':>8}  goal"
     )
     for name, ours, theirs in rows:
         seconds = results.median(ours, "seconds")
@@ -148,8 +150,8 @@ def show(rows: list[tuple[str, dict, dict]], results: Results) -> None:
         misses = [f"{key} > {goal}" for key, goal in GOALS.items() if ratios[key] > goal]
         print(
             f"{name:26}{ours['tokens']:>7}{ours['epochs']:>7}{results.median(theirs, 'seconds'):>9.3f}{seconds:>9.3f}"
-            f"{BATCH * ours['tokens'] / seconds:>9.1f}{ratios['seconds']:>7.3f}{predicted:>12}{ratios['megabytes']:>8.3f}  "
-            f"{', '.join(misses) or 'reached'}"
+            f"{BATCH * ours['tokens'] / seconds:>9.1f}{ratios['seconds']:>7.3f}{predicted:>12}"
+            f"{ratios['megabytes']:>8.3f}  {', '.join(misses) or 'reached'}"
         )
 
 
@@ -157,11 +159,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--full", action="store_true", help="models of 15M to 67M, and completions of up to 512 tokens"
+        "--full", action="store_true", help="use models of 15M to 67M, and completions of up to 512 tokens"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each case")
-    parser.add_argument("--json", type=Path, help="keep the results in this file, and go on from what it has")
-    parser.add_argument("--tokens", nargs="+", type=int, help="lengths (default 32, with --full 64 256 512)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per case")
+    parser.add_argument("--json", type=Path, help="keep the results in this file, and continue from it")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, help="completion lengths (default 32, with --full 64 256 512)"
+    )
     parser.add_argument("--epochs", nargs="+", type=int, help="(default 1, with --full 1 4)")
     parser.add_argument("--environment", type=Path, default=Path(sys.prefix) / f"ppo-trl-{OLD_TRL}")
     options = parser.parse_args()
@@ -196,7 +200,7 @@ def main() -> None:
     try:
         take_turns(__file__, groups, results, options.repeats, lambda case: sys.executable if case["ours"] else python)
     except KeyboardInterrupt:
-        print("\nstopped; what is there:")
+        print("\nstopped; results so far:")
     show([row for row in rows if results.count(row[1]) and results.count(row[2])], results)
 
 

@@ -1,10 +1,10 @@
 """
-How well PPO learns: KLXPPO against the last PPOTrainer that TRL had, that of 1.12, and KLXPPO against its own penalty.
+How well PPO learns: KLXPPO against the PPOTrainer of TRL 1.12, TRL's last one, and KLXPPO at several KL coefficients.
 
 Policy, reward model, prompts, KL coefficient, seeds, epochs, learning rate and lengths are the same on both sides. The
-reward model is the policy's backbone with a fixed random projection as its score, and it reads the same token ids on both
-sides. TRL 1.12 runs in its own virtual environment, and its value model starts as a copy of the reward model, as in TRL's
-own scripts; KLXPPO has its default value function. No completion ends before its full length.
+reward model is the policy's backbone with a fixed random projection as its score; it reads the same token ids on both
+sides. TRL 1.12 runs in its own virtual environment, and its value model starts as a copy of the reward model, as in
+TRL's scripts. KLXPPO uses its default value function. Every completion has the full length.
 
 The policy is any small causal language model. The figures in the docs come from Karpathy's `stories260K` of llama2.c
 (https://huggingface.co/karpathy/tinyllamas), converted to a transformers checkpoint.
@@ -46,7 +46,7 @@ OPENINGS = (
 
 
 def run_once(case: dict) -> None:
-    """One training run in this process; prints score and KL of every rollout, and what the values explain."""
+    """Train once in this process, and print score, KL and explained variance of every rollout."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -98,7 +98,7 @@ def run_klx(common, coef, fields, policy, reward_model, tokenizer, prompts) -> d
     args = KLXPPOConfig(
         **common,
         max_completion_length=TOKENS,
-        generation_kwargs={"eos_token_id": policy.config.vocab_size},  # none that can be sampled
+        generation_kwargs={"eos_token_id": policy.config.vocab_size},  # cannot be sampled
         kl_penalty_coef=coef,
         **fields,
     )
@@ -111,7 +111,7 @@ def run_klx(common, coef, fields, policy, reward_model, tokenizer, prompts) -> d
         **extras,
     )
     trainer.train()
-    # One entry per rollout: what is measured of a rollout is logged with its first step.
+    # One entry per rollout: its measurements are logged with its first step.
     history = [entry for entry in trainer.state.log_history if "ppo/score" in entry]
     names = {"score": "ppo/score", "kl": "klx/kl_k1", "explained": "ppo/explained_variance"}
     return {name: [entry[key] for entry in history] for name, key in names.items()}
@@ -121,7 +121,7 @@ def run_trl(common, coef, fields, policy, reward_model, tokenizer, prompts) -> d
     from datasets import Dataset
     from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
-    # TRL 1.12 logs no explained variance: its parts are taken where they pass by.
+    # TRL 1.12 logs no explained variance, so its parts are intercepted.
     get_reward, whiten, seen, explained = ppo_trainer.get_reward, ppo_trainer.masked_whiten, {}, []
 
     def get_reward_and_remember(model, ids, pad, context_length):
@@ -222,14 +222,14 @@ def main() -> None:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--model", help="policy: a folder or a Hub id")
     parser.add_argument("--sweep", action="store_true", help="KL by fixed coefficient and epochs, KLXPPO only")
-    parser.add_argument("--reward", choices=["projection", "vader"], default="projection", help="of the sweep")
-    parser.add_argument("--json", type=Path, help="keep the results in this file, and go on from what it has")
+    parser.add_argument("--reward", choices=["projection", "vader"], default="projection", help="reward of the sweep")
+    parser.add_argument("--json", type=Path, help="keep the results in this file, and continue from it")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", nargs="+", type=int, help="(default 1 4, with --sweep 1 2 4 8)")
     parser.add_argument("--coefs", nargs="+", type=float, help="(default 0.05, with --sweep 0.03 0.1 0.3 1 3 10)")
     parser.add_argument("--rollouts", type=int, help="(default 60, with --sweep 30)")
-    parser.add_argument("--batch", type=int, help="completions of a rollout (default 32, with --sweep 16)")
-    parser.add_argument("--curves", action="store_true", help="print score and KL over episodes too")
+    parser.add_argument("--batch", type=int, help="completions per rollout (default 32, with --sweep 16)")
+    parser.add_argument("--curves", action="store_true", help="also print score and KL over episodes")
     parser.add_argument("--environment", type=Path, default=Path(sys.prefix) / f"ppo-trl-{OLD_TRL}")
     options = parser.parse_args()
     if options.run:
@@ -258,7 +258,7 @@ def main() -> None:
     try:
         take_turns(__file__, [cases], results, 1, lambda case: sys.executable if case["side"] == "klx" else python)
     except KeyboardInterrupt:
-        print("\nstopped; what is there:")
+        print("\nstopped; results so far:")
     if options.sweep:
         show_sweep(cases, results)
     else:

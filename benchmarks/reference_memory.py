@@ -1,6 +1,5 @@
 """
-What a reference adds to the memory of the policy, and to the disk: the weights it does not share, in MB, for each kind of
-reference.
+What each kind of reference adds to the policy's memory and to the disk: the weights that it does not share, in MB.
 
 ```bash
 python benchmarks/reference_memory.py
@@ -73,7 +72,7 @@ def main() -> None:
                 peft_config=LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
             )
         own = megabytes(trainer.kl_reference.weights().values())
-        on_disk = own * (args.kl_ref_lag or 0)  # the steps in between
+        on_disk = own * (args.kl_ref_lag or 0)  # one copy per step of the lag
         policy = [weight for key, weight in trainer.model.named_parameters() if "klx_" not in key]
         print(f"{name:42}{megabytes(policy):>12.1f}{own:>20.1f}{on_disk:>14.1f}")
 

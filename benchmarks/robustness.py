@@ -1,13 +1,15 @@
 """
-Whether `hold` really needs no tuning: one target and nothing else over units, targets, batches, learning rates,
-placements, optimizer steps per rollout and starting values, beside `pid` and the best of four Ziegler horizons.
+Whether `hold` really needs no tuning: it is given only a target, across units, targets, batches, learning rates,
+placements, optimizer steps per rollout and starting values. `pid` and the best of four Ziegler horizons run for
+comparison.
 
     python benchmarks/robustness.py             # the whole table
-    python benchmarks/robustness.py hold        # only the default law, in a few minutes
+    python benchmarks/robustness.py hold        # only the default controller, in a few minutes
 
-Hundreds of real trainings would take days, so the policy here is small: a sequence of 16 tokens out of 64, whose logits
-are linear in shared features. It is trained by the real policy gradient (groups of four, normalised advantages, clipped
-ratios, Adam, clipped gradients), and its KL is measured from samples. `benchmarks/controllers.py` trains language models.
+Hundreds of real trainings would take days, so the policy here is small: a sequence of 16 tokens from a vocabulary of
+64, whose logits are linear in shared features. It is trained by the real policy gradient (groups of four, normalised
+advantages, clipped ratios, Adam, clipped gradients), and its KL is measured from samples. `benchmarks/controllers.py`
+trains language models.
 """
 
 import math
@@ -41,9 +43,9 @@ class Case:
         rollouts (`int`):
             Rollouts per optimizer step.
         dead (`int`):
-            Batches without reward at the beginning.
+            Batches without reward at the start.
         distance (`float`):
-            KL of the first policy over the target.
+            KL of the initial policy divided by the target.
     """
 
     batch: int = 64
@@ -95,7 +97,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Rollout:
-    """A sampled batch: what the loss needs, what a controller may see, and the exact KL of the policy."""
+    """A sampled batch: inputs of the loss, the measurement that a controller sees, and the policy's exact KL."""
 
     tokens: np.ndarray
     advantages: np.ndarray
@@ -106,7 +108,7 @@ class Rollout:
 
 
 class Policy:
-    """A policy with a reference, a reward for each token in each place, and an Adam of its own."""
+    """A policy with its reference, a reward for each token at each position, and its own Adam."""
 
     def __init__(self, seed: int, case: Case):
         self.rng, self.case = np.random.default_rng(seed), case
@@ -134,7 +136,7 @@ class Policy:
         return float((np.exp(logps) * (logps - log_softmax(self.base))).sum())
 
     def sample(self, coef: float, steps: int) -> Rollout:
-        """A rollout at that coefficient, `steps` optimizer steps after the one before."""
+        """Sample a rollout at this coefficient, `steps` optimizer steps after the previous one."""
         case, places = self.case, np.arange(TOKENS)[None]
         logps, reference = self.logps(), log_softmax(self.base)
         uniform, sums = self.rng.random((case.batch, TOKENS)), np.exp(logps).cumsum(-1)
@@ -150,7 +152,7 @@ class Policy:
         advantage = (groups - groups.mean(1, keepdims=True)).reshape(-1) / deviation
         drives, drag = advantage * total, float((ratio**2).sum(1).mean())
         if case.placement == "reward":
-            # The penalty is inside of the advantage: its pull is measured like the reward's, and added back.
+            # The advantage contains the penalty, so its pull is measured like the reward's, and added back.
             centered = total - np.repeat(total.reshape(-1, GROUP).mean(1), GROUP)
             drag = float((centered * total / deviation).mean())
             drives = drives + coef * centered * total / deviation
@@ -201,7 +203,7 @@ class Policy:
 
 
 def follow(name: str, seed: int, case: Case, **settings) -> list[float]:
-    """The exact KL over one training, as a share of the target, once per optimizer step or rollout."""
+    """Exact KL divided by the target over one training, once per optimizer step or rollout."""
     start = case.start or (None if name == "hold" else START)
     if name == "free":
         name, start, settings = "fixed", 0.0, {}
@@ -221,7 +223,7 @@ def follow(name: str, seed: int, case: Case, **settings) -> list[float]:
 
 
 def arrival(shares: list[float], case: Case) -> float:
-    """Batches with reward before the KL is at the target, from below or from above."""
+    """Number of batches with reward before the KL reaches the target, from below or from above."""
     for batch, share in enumerate(shares):
         if (share <= 1 / ARRIVED) if case.distance else (share >= ARRIVED):
             return max(batch - case.dead, 1)
@@ -234,11 +236,11 @@ def free_arrival(seed: int, case: Case) -> float:
 
 
 def judge(name: str, case: Case, **settings) -> dict[str, float]:
-    """Each figure is the mean over the seeds, the worst of them beside it."""
+    """Judge one controller: means over the seeds, and the worst seed for error and peak."""
     runs = [follow(name, seed, case, **settings) for seed in range(SEEDS)]
     half = case.dead + (case.batches - case.dead) // 2
     errors = [relative_rms_error(run[half:], 1.0) for run in runs]
-    # From far away, the way down is no peak.
+    # If the run starts far above its target, the way down is not a peak.
     peaks = [max(run[half:] if case.distance else run) for run in runs]
     arrivals = [arrival(run, case) for run in runs]
     free = [1.0 if case.distance else free_arrival(seed, case) for seed in range(SEEDS)]
@@ -259,10 +261,8 @@ def cells(one: dict[str, float]) -> str:
 
 def main(names: list[str]) -> None:
     names = names or ["hold", "pid", "adaptive"]
-    print(
-        "Mean over the seeds, the worst of them in brackets. Arrival: over that of an unpenalised run; where the run"
-    )
-    print("starts above its target, in batches.\n")
+    print("Means over the seeds, with the worst seed in brackets. Arrival is relative to an unpenalised run, or in")
+    print("batches if the run starts above its target.\n")
     print("| case |" + "".join(f" `{name}`: error | peak | arrival |" for name in names))
     print("|---|" + "---|---|---|" * len(names))
     for number, (label, case) in enumerate(CASES.items(), 1):

@@ -1,7 +1,8 @@
 """
-GAE and KL-to-go against one `torch.cumsum` over the same tensor, on CPU: what it costs that there is no loop over tokens.
+The cost of GAE and KL-to-go without a loop over tokens: their time relative to one `torch.cumsum` over the same
+tensor, on CPU.
 
-Each round runs everything once; what is printed are medians of CPU time per call and their ratio to that of `cumsum`.
+Each round runs everything once. Prints the median CPU time per call and its ratio to that of `cumsum`.
 
 ```bash
 python benchmarks/scans.py
@@ -18,8 +19,8 @@ import time
 from pathlib import Path
 
 
-# Freed memory is kept, as in a process that has run for a while. Else the system hands out the result of every call page
-# by page, which costs as much as a `cumsum`.
+# Keep freed memory, as a process that has run for a while does. Otherwise the system allocates the result of every
+# call page by page, which costs as much as a `cumsum`.
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
 GOAL = 3.0
 

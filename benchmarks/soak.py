@@ -1,9 +1,9 @@
 """
-A long run with a moving LoRA reference: memory, step time and the number of adapters must stay as they are.
+A long run with a moving LoRA reference: memory, step time and the number of adapters must not grow.
 
-Half of the time goes to a reference that is synced every few steps, half to one that lags behind, each in a process of
-its own. Time is the CPU time of the process. Other processes disturb that too, by emptying its caches; so a fixed piece of
-work of the same kind is timed after every step, and the ratio of both is what must stay.
+Half of the time goes to a reference that is synced every few steps, half to one that lags behind, each in its own
+process. Time is the CPU time of the process. Other processes disturb even that by evicting its caches, so a fixed
+piece of similar work is timed after every step, and the ratio of the two must stay constant.
 
 ```bash
 python benchmarks/soak.py               # one minute: shows the table, proves little
@@ -38,13 +38,13 @@ VOCABULARY = 64
 
 
 def resident_megabytes() -> float:
-    """Memory that is really there, of this process now."""
+    """Resident memory of this process now."""
     with open("/proc/self/statm") as stream:
         return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 class Yardstick:
-    """A fixed piece of work, some milliseconds of small operations as in a step."""
+    """A fixed piece of work: a few milliseconds of small operations, as in a training step."""
 
     def __init__(self):
         import torch
@@ -54,7 +54,7 @@ class Yardstick:
         self.rows = torch.randn(80, 48, generator=generator)
 
     def measure(self) -> float:
-        """Its CPU time now."""
+        """CPU time that the work takes now."""
         start = time.process_time()
         rows = self.rows
         for weight in self.weights * 5:
@@ -67,7 +67,7 @@ def reward_small_tokens(completion_ids, **kwargs) -> list[float]:
 
 
 def run(reference: str, seconds: float) -> None:
-    """Train for that long and print one line per window, for [`main`] to read."""
+    """Train for `seconds` and print one line per window for [`soak`] to read."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import LlamaForCausalLM, TrainerCallback
@@ -129,7 +129,7 @@ def run(reference: str, seconds: float) -> None:
             per_device_train_batch_size=4,
             num_generations=2,
             max_completion_length=8,
-            # Every step has the same number of tokens, so that their times can be compared.
+            # Every step has the same number of tokens, so step times can be compared.
             generation_kwargs={"min_new_tokens": 8},
             logging_steps=20,
             save_steps=100,
@@ -152,7 +152,7 @@ def run(reference: str, seconds: float) -> None:
 
 
 def soak(reference: str, minutes: float) -> list[dict]:
-    """One reference's windows, printed as they come."""
+    """Run one reference, and print its windows as they arrive."""
     command = [sys.executable, __file__, "--run", reference, "--minutes", str(minutes)]
     print(f"\nreference {reference!r}, {minutes:g} minutes", flush=True)
     print(
@@ -175,8 +175,8 @@ def soak(reference: str, minutes: float) -> list[dict]:
     first, last = windows[0], windows[-1]
     print(
         f"last / first: memory {last['megabytes'] / first['megabytes']:.4f}, CPU time per step "
-        f"{last['cpu'] / first['cpu']:.4f}, of the fixed work {last['relative'] / first['relative']:.4f}; adapters "
-        f"{sorted({window['adapters'] for window in windows})}",
+        f"{last['cpu'] / first['cpu']:.4f}, relative to the fixed work {last['relative'] / first['relative']:.4f}; "
+        f"adapters {sorted({window['adapters'] for window in windows})}",
         flush=True,
     )
     return windows
@@ -184,8 +184,8 @@ def soak(reference: str, minutes: float) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=1.0, help="time in all, shared by the references")
-    parser.add_argument("--reference", choices=list(REFERENCES), help="only this one")
+    parser.add_argument("--minutes", type=float, default=1.0, help="total time, shared by the references")
+    parser.add_argument("--reference", choices=list(REFERENCES), help="run only this reference")
     parser.add_argument("--run", choices=list(REFERENCES), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:

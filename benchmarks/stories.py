@@ -1,4 +1,4 @@
-"""A really pretrained small model as a benchmark task: TinyStories prompts, and a reward for happy text."""
+"""A small pretrained model as a benchmark task: TinyStories prompts, and a reward for happy text."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def vader(completions, **kwargs) -> list[float]:
 
 
 def is_available(assets: Path) -> bool:
-    """Whether the model, its text and the package behind the reward are there."""
+    """Whether the model, its text and the reward's package are available."""
     try:
         import vaderSentiment.vaderSentiment  # noqa: F401
     except ImportError:
@@ -25,7 +25,7 @@ def is_available(assets: Path) -> bool:
 
 
 def write_dataset(assets: Path, folder: Path) -> Path:
-    """Openings of stories as prompts, and how they go on for the held-out perplexity, as a JSON Lines file."""
+    """Write story openings as prompts, and their continuations for held-out perplexity, to a JSON Lines file."""
     text = (assets / "text" / "tinystories_400k.txt").read_text().replace("<|endoftext|>", "\n\n")
     file = folder / "stories.jsonl"
     with file.open("w") as lines:

@@ -1,4 +1,4 @@
-"""Writes the tables of `docs/config.md` from the configs themselves: python docs/config_table.py"""
+"""Write the tables of `docs/config.md` from the configs: python docs/config_table.py"""
 
 import re
 from dataclasses import MISSING, fields
@@ -21,7 +21,7 @@ def _default(field) -> str:
 
 
 def kl_table() -> str:
-    """Every KL field, with the default of PPO where it is another."""
+    """Every KL field, with PPO's default where it differs."""
     ppo = KLXPPOConfig.__dataclass_fields__
     rows = ["| field | default | meaning |", "|---|---|---|"]
     for field in fields(KLXConfigMixin):
@@ -47,12 +47,12 @@ TABLES = {"kl fields": kl_table, "ppo fields": ppo_table}
 
 
 def fill(text: str) -> str:
-    """The page with each table between its marks."""
+    """The page with each table between its markers."""
     for name, table in TABLES.items():
         marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text, count = marked.subn(lambda match, table=table: f"{match[1]}\n{table()}\n\n{match[2]}", text)
         if count != 1:
-            raise ValueError(f"{PAGE.name} must have the marks of {name!r} once, but has them {count} times.")
+            raise ValueError(f"{PAGE.name} must have the markers of {name!r} once, but has them {count} times.")
     return text
 
 

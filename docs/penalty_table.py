@@ -1,6 +1,6 @@
 """
-Writes the table of `docs/choosing.md` that says what each penalty follows, from the test that checks it against exact
-gradients: python docs/penalty_table.py
+Write the table of `docs/choosing.md` that says which gradient each penalty follows. It comes from the cases that the
+tests check against exact gradients: python docs/penalty_table.py
 """
 
 import re
@@ -18,13 +18,13 @@ from support.penalty_cases import CASES, is_accepted, promised  # noqa: E402
 
 
 def penalty_table() -> str:
-    """Every accepted combination, those that follow the same in one row."""
+    """Every accepted combination. Those that follow the same gradient share a row."""
     weight = build_policy().lm_head.weight.detach().double()
     exact = Exact(weight, weight)
     rows: dict[tuple[str, ...], dict[str, dict[str, None]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES:
-            # "importance" pays another price in the same places.
+            # "importance" charges a different price in the same places.
             if case.estimator == "importance" or not is_accepted(case, folder):
                 continue
             promise = promised(case, exact)

@@ -1,8 +1,8 @@
 """
-Compare KL controllers on a setup of your own: the same model, data, reward and seeds, one run per controller and seed.
-Ends with one figure (reward, KL with its target band, coefficient, held-out perplexity) and a verdict in words.
+Compare KL controllers on your own setup: the same model, data, reward and seeds, with one run per controller and seed.
+Ends with a figure (reward, KL with its target band, coefficient, held-out perplexity) and a verdict in words.
 
-The default setup is the one of `ppo_hh.py`: tiny models that the recipe trains first, offline, on a CPU.
+The default setup is that of `ppo_hh.py`: tiny models that the recipe trains first, offline, on a CPU.
 
 ```bash
 accelerate launch recipes/compare_controllers.py
@@ -11,8 +11,8 @@ accelerate launch recipes/compare_controllers.py --config my_grpo.yaml \
     --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name prompts.jsonl --reward my_rewards.score --kl_target 6
 ```
 
-A controller is written `name`, `fixed:COEF`, `adaptive:HORIZON`, or `name:{"argument": value}`. Every run is recorded in
-`output_dir`, so that the same command goes on where it was stopped.
+A controller is written as `name`, `fixed:COEF`, `adaptive:HORIZON`, or `name:{"argument": value}`. Every run is
+recorded in `output_dir`, so the same command continues after an interruption.
 """
 
 import json
@@ -40,7 +40,7 @@ from trl_klx.controllers.tracking_error import relative_rms_error, steps_to_sett
 
 
 DEFAULT_CONFIG = Path(__file__).with_name("compare_controllers.yaml")
-# Rewards that differ by less than this share of the best one's distance to the first batch are called similar.
+# Rewards are called similar if they differ by less than this share of the best one's gain over the first batch.
 SIMILAR = 0.1
 
 
@@ -51,7 +51,7 @@ class CompareArguments(LabArguments):
 
     Args:
         controllers (`list[str]`, *optional*, defaults to `["fixed", "adaptive:1000", "pid"]`):
-            What is compared. `fixed` without a coefficient uses `kl_penalty_coef`, where the others start.
+            Controllers to compare. `fixed` without a coefficient uses `kl_penalty_coef`, where the others start.
     """
 
     controllers: list[str] = field(
@@ -61,7 +61,7 @@ class CompareArguments(LabArguments):
 
 
 def parse_controller(text: str) -> Setting:
-    """The flags that a controller as written on the command line stands for."""
+    """Turn a controller as written on the command line into flags."""
     name, _, argument = text.partition(":")
     if name not in list_kl_controllers():
         raise ValueError(
@@ -84,7 +84,7 @@ def parse_controller(text: str) -> Setting:
 
 @dataclass
 class Outcome:
-    """What one controller did, on average over the seeds and over the second half of the run."""
+    """Results of one controller, averaged over the seeds. KL, reward and error cover the second half of the run."""
 
     label: str
     kl: float
@@ -116,18 +116,19 @@ def format_table(outcomes: Sequence[Outcome], target: float) -> str:
         settled = "never" if one.settled is None else str(one.settled)
         perplexity = "-" if one.perplexity is None else f"{one.perplexity:.3f}"
         lines.append(
-            f"{one.label:<24}{one.reward:>9.3f}{one.kl:>9.3f}{one.error:>11.3f}{one.peak:>7.2f}x{settled:>9}{perplexity:>12}"
+            f"{one.label:<24}{one.reward:>9.3f}{one.kl:>9.3f}{one.error:>11.3f}{one.peak:>7.2f}x{settled:>9}"
+            f"{perplexity:>12}"
         )
     return "\n".join([*lines, f"{'target':<24}{'':>9}{target:>9.3f}"])
 
 
 def judge(outcomes: Sequence[Outcome], first_reward: float, target: float) -> str:
-    """The verdict: who held the target best, what it cost in reward, and what perplexity says."""
+    """The verdict: which controller held the target best, what it cost in reward, and what perplexity says."""
     closest = min(outcomes, key=lambda one: one.error)
     best = max(outcomes, key=lambda one: one.reward)
     text = (
-        f"{closest.label} held the target best: its KL was off by {100 * closest.error:.0f}% (root mean square) in the "
-        f"second half of the run, and peaked at {closest.peak:.2f} times the target."
+        f"{closest.label} held the target best: its KL was off by {100 * closest.error:.0f}% (root mean square) in "
+        f"the second half of the run, and peaked at {closest.peak:.2f} times the target."
     )
     if closest is best:
         text += " It also has the highest reward."
@@ -135,8 +136,8 @@ def judge(outcomes: Sequence[Outcome], first_reward: float, target: float) -> st
         gain = best.reward - first_reward
         similar = gain > 0 and best.reward - closest.reward <= SIMILAR * gain
         text += (
-            f" Its reward of {closest.reward:.3f} is {'similar to' if similar else 'below'} the highest, {best.reward:.3f} "
-            f"of {best.label}, which went to {best.kl / target:.2f} times the target KL for it."
+            f" Its reward of {closest.reward:.3f} is {'similar to' if similar else 'below'} the highest, "
+            f"{best.reward:.3f} of {best.label}, which went to {best.kl / target:.2f} times the target KL for it."
         )
     static = [one for one in outcomes if one.label.startswith("fixed")]
     moving = [one for one in outcomes if not one.label.startswith("fixed")]
@@ -144,8 +145,9 @@ def judge(outcomes: Sequence[Outcome], first_reward: float, target: float) -> st
         best_static, best_moving = (min(group, key=lambda one: one.error) for group in (static, moving))
         better = best_moving.error < best_static.error
         text += (
-            f" Adaptive against static: {best_moving.label} is off by {100 * best_moving.error:.0f}%, {best_static.label} "
-            f"by {100 * best_static.error:.0f}%, so adapting the coefficient {'paid' if better else 'did not pay'} here."
+            f" Adaptive against static: {best_moving.label} is off by {100 * best_moving.error:.0f}%, "
+            f"{best_static.label} by {100 * best_static.error:.0f}%, so adapting the coefficient "
+            f"{'paid' if better else 'did not pay'} here."
         )
     known = [one for one in outcomes if one.perplexity is not None]
     if len(known) == len(outcomes):
@@ -195,10 +197,10 @@ def main(arguments: list[str]) -> None:
     arguments = with_defaults(arguments, DEFAULT_CONFIG)
     script_args, training_args, _ = parse(arguments, CompareArguments)
     if training_args.kl_target is None:
-        raise ValueError("Set --kl_target: the KL that the controllers are to hold.")
+        raise ValueError("Set --kl_target, the KL that the controllers should hold.")
     settings = [parse_controller(text) for text in script_args.controllers]
     if len({setting.label for setting in settings}) < len(settings):
-        raise ValueError(f"--controllers names one twice: {' '.join(script_args.controllers)}.")
+        raise ValueError(f"--controllers lists a controller twice: {' '.join(script_args.controllers)}.")
     folder = Path(training_args.output_dir)
     records = run_all(arguments, settings, folder / "runs", CompareArguments)
     if not PartialState().is_main_process:
@@ -213,7 +215,7 @@ def main(arguments: list[str]) -> None:
     if draw(groups, folder / "comparison.png"):
         say(f"\nFigure: {folder / 'comparison.png'}")
     else:
-        say("\nNo figure: install matplotlib to have it drawn (pip install 'trl-klx[plot]').")
+        say("\nNo figure: matplotlib is not installed (pip install 'trl-klx[plot]').")
 
 
 if __name__ == "__main__":

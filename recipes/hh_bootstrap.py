@@ -1,7 +1,7 @@
 """
-Tiny models for the dialogues of `hh_dialogues.py`, trained once in a few minutes on two CPU cores and then
-cached: a tokenizer, a policy (supervised on good and bad answers alike, so that it is mediocre on purpose) and a reward
-model (trained on the preferences). Nothing is downloaded.
+Tiny models for the dialogues of `hh_dialogues.py`: a tokenizer, a policy (trained on good and bad answers alike, so it
+is mediocre on purpose) and a reward model (trained on the preferences). They are trained once, in a few minutes on two
+CPU cores, and then cached. Nothing is downloaded.
 
 ```python
 from hh_bootstrap import prepare_default
@@ -47,11 +47,11 @@ from hh_dialogues import make_preference_pairs
 from hh_measures import heldout_perplexity, score_texts
 
 
-# Part of the name of the cache folder. Raise it when the training below changes in a way the settings do not show.
+# Part of the cache folder's name. Raise it when the training below changes in a way that the settings do not show.
 VERSION = 1
-# Written last, so a folder without it is not finished.
+# Written last, so a folder without it is incomplete.
 METRICS_FILE = "metrics.json"
-# What a launcher tells its processes.
+# Environment variables that a launcher sets for its processes.
 LAUNCHED = re.compile(r"(ACCELERATE|FSDP|MASTER|LOCAL|TORCHELASTIC|GROUP|ROLE)_.*|WORLD_SIZE|RANK")
 
 
@@ -66,7 +66,7 @@ class BootstrapSettings:
         n_heldout (`int`, *optional*, defaults to `300`):
             Number of held-out pairs.
         vocab_size (`int`, *optional*, defaults to `1200`):
-            Largest size of the vocabulary. The byte-pair merges may run out earlier.
+            Maximum size of the vocabulary. The byte-pair merges may run out earlier.
         hidden_size (`int`, *optional*, defaults to `128`):
             Width of the Llama.
         num_layers (`int`, *optional*, defaults to `3`):
@@ -117,7 +117,7 @@ QUICK_SETTINGS = BootstrapSettings(
 @dataclass
 class DefaultAssets:
     """
-    What [`prepare_default`] leaves behind.
+    What [`prepare_default`] returns.
 
     Args:
         sft_path (`Path`):
@@ -129,15 +129,15 @@ class DefaultAssets:
         sft_perplexity_after (`float`):
             The same after supervised training.
         reward_accuracy (`float`):
-            Share of the held-out pairs in which the reward model scores the chosen answer higher.
+            Share of held-out pairs in which the reward model scores the chosen answer higher.
         mean_reward_chosen (`float`):
             Mean score of the held-out chosen answers.
         mean_reward_rejected (`float`):
             Mean score of the held-out rejected answers.
         seconds (`float`):
-            How long the training took when it was done.
+            Duration of the training.
         from_cache (`bool`):
-            Whether this call found everything finished.
+            Whether this call found the trained models in the cache.
         train_rows (`list[dict[str, str]]`):
             Training rows, see [`~hh_dialogues.make_preference_pairs`].
         heldout_rows (`list[dict[str, str]]`):
@@ -159,7 +159,7 @@ class DefaultAssets:
 
 @contextlib.contextmanager
 def _preserve_rng() -> Iterator[None]:
-    """Leave the global generators as they were, so that a run which trains and one which loads continue alike."""
+    """Restore the global generators, so that a run that trains and one that loads continue alike."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:
@@ -173,20 +173,20 @@ def train_tokenizer(rows: Sequence[dict[str, str]], vocab_size: int, max_positio
     """
     Train a byte-level BPE tokenizer on the text of the rows.
 
-    It adds no special tokens by itself, and no merge crosses from the prompt's `"Assistant:"` into the answer's leading
-    space, so tokenizing prompt and answer apart or together gives the same tokens.
+    It adds no special tokens, and no merge crosses from the prompt's `"Assistant:"` into the answer's leading space,
+    so tokenizing prompt and answer separately or together gives the same tokens.
 
     Args:
         rows (`Sequence[dict[str, str]]`):
             Rows with `"prompt"`, `"chosen"` and `"rejected"`.
         vocab_size (`int`):
-            Largest size of the vocabulary.
+            Maximum size of the vocabulary.
         max_positions (`int`):
             Longest sequence of the model.
 
     Returns:
         [`~transformers.PreTrainedTokenizerFast`]:
-            Tokenizer which pads on the left, as generation needs it.
+            Tokenizer that pads on the left, as generation requires.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -264,7 +264,7 @@ def _train_policy(
         num_key_value_heads=4,
         max_position_embeddings=settings.max_positions,
         tie_word_embeddings=True,
-        # About 1 / sqrt(hidden_size). The usual 0.02 is made for wide models; here it delays the attention to the prompt.
+        # About 1 / sqrt(hidden_size). The usual 0.02 suits wide models; here it delays attention to the prompt.
         initializer_range=0.08,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
@@ -294,10 +294,10 @@ def _train_policy(
 
 def _swapped_rows(rows: Sequence[dict[str, str]], seed: int) -> list[dict[str, str]]:
     """
-    One more pair per prompt, in which the rejected answer is the chosen answer to some other prompt.
+    One more pair per prompt, in which the rejected answer is the chosen answer to another prompt.
 
-    Whether an answer fits its question is the hardest part for a model this small: without these pairs it mostly judges
-    the tone. Training only; the held-out pairs are those of the grammar.
+    Whether an answer fits its question is the hardest part for a model this small: without these pairs it mostly
+    judges the tone. They are for training only; the held-out pairs come from the grammar.
     """
     answers = [row["chosen"] for row in rows]
     random.Random(f"swaps-{seed}").shuffle(answers)
@@ -319,8 +319,8 @@ def _train_reward_model(
     work_dir: Path,
 ) -> tuple[float, float, float]:
     # RewardTrainer appends the end-of-sequence token to text, and reads the score there. The online trainers decode
-    # completions without special tokens, so their reward model never sees it. Rows which are already tokenized are left
-    # alone, which makes training and use agree.
+    # completions without special tokens, so their reward model never sees it. Rows that are already tokenized are left
+    # alone, so training and use agree.
     rows = []
     for row in [*train_rows, *_swapped_rows(train_rows, seed)]:
         chosen_ids, rejected_ids = (
@@ -334,7 +334,7 @@ def _train_reward_model(
     )
     trainer = RewardTrainer(
         model=str(sft_folder),
-        # The lengths are read from a column which the trainer would otherwise drop first.
+        # Grouping by length reads a column that the trainer would otherwise drop.
         args=RewardConfig(**arguments, center_rewards_coefficient=0.01, remove_unused_columns=False),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
@@ -358,9 +358,7 @@ def _build(
     start = time.time()
     print(f"[1/3] Training a tokenizer on {len(train_rows)} dialogues")
     tokenizer = train_tokenizer(train_rows, settings.vocab_size, settings.max_positions)
-    print(
-        f"[2/3] Supervised training of the policy: {settings.sft_steps} steps, {len(tokenizer)} tokens in the vocabulary"
-    )
+    print(f"[2/3] Supervised training of the policy: {settings.sft_steps} steps, vocabulary size {len(tokenizer)}")
     before, after = _train_policy(
         train_rows, heldout_rows, tokenizer, settings, seed, folder / "sft", folder / "trainer"
     )
@@ -395,11 +393,11 @@ def _publish(folder: Path, target: Path) -> None:
 
 
 def _build_in_child(cache_dir: Path, seed: int, quick: bool) -> None:
-    """Train the models in a process that knows of no launch: the trainers here would take the whole of it for theirs."""
+    """Train the models in a child process without the launch's variables, or its trainers would join the launch."""
     alone = {name: value for name, value in os.environ.items() if not LAUNCHED.fullmatch(name)}
     command = [sys.executable, "-u", __file__, str(cache_dir), str(seed), *(["--quick"] if quick else [])]
     if code := subprocess.run(command, env=alone).returncode:
-        raise RuntimeError(f"The tiny models could not be trained: {command} ended with {code}.")
+        raise RuntimeError(f"Training the tiny models failed: {command} exited with {code}.")
 
 
 def prepare_default(
@@ -410,14 +408,14 @@ def prepare_default(
 
     Args:
         cache_dir (`str` or `os.PathLike`):
-            Where to keep the models. Each combination of seed, settings and dialogues has a folder of its own, which
-            gets its name only when it is complete.
+            Where to keep the models. Each combination of seed, settings and dialogues has its own folder, which gets
+            its final name only when it is complete.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the dialogues and of the training.
         quick (`bool`, *optional*, defaults to `False`):
-            Same steps with smaller models and fewer pairs, for tests. The models are poor.
+            Train smaller models on fewer pairs, for tests. The models are poor.
         in_child (`bool`, *optional*, defaults to `False`):
-            Train in a process of its own.
+            Train in a child process.
 
     Returns:
         [`DefaultAssets`]:
@@ -455,7 +453,7 @@ def prepare_default(
 
 
 def prepare_default_for_launch(cache_dir: str | os.PathLike[str], quick: bool = False) -> DefaultAssets:
-    """[`prepare_default`] on each process of a launch. What must be trained, the main process trains, in a child."""
+    """Call [`prepare_default`] on each process of a launch. Only the main process trains, in a child process."""
     with PartialState().main_process_first():
         return prepare_default(cache_dir, quick=quick, in_child=True)
 

@@ -1,13 +1,13 @@
 """
 Helpful/harmless dialogues without a download: a small seeded grammar in the text format of Anthropic's HH-RLHF.
 
-Every row of the grammar is `{"prompt", "chosen", "rejected"}`. The prompt is a transcript which ends in
+Every row of the grammar is `{"prompt", "chosen", "rejected"}`. The prompt is a transcript that ends in
 `"\\n\\nAssistant:"`; both answers start with a space, so `prompt + answer` is a whole transcript. The preferred answer
 gives one or two fitting pieces of advice, or politely declines a borderline request and offers an alternative. The
 other answer is worse in one of several ways (see `HELPFUL_FLAWS` and `BORDERLINE_FLAWS`). A few percent of the
-preferences are flipped on purpose, as human labels are noisy: no reward model can be right on every held-out row.
+preferences are flipped on purpose, because human labels are noisy: no reward model can be right on every held-out row.
 
-Only the standard library is used.
+Needs only the standard library.
 """
 
 import hashlib
@@ -312,7 +312,7 @@ def _borderline_answers(rng: random.Random, alternative: str, risky: str) -> tup
 
 
 def _history(rng: random.Random, topic: str) -> str:
-    """An earlier exchange, before the question which is to be answered."""
+    """An earlier exchange, before the question to answer."""
     if topic in TOPICS and rng.random() < 0.5:
         item = rng.choice(TOPICS[topic]["items"])
         question = rng.choice(TOPICS[topic]["questions"]).format(item=item, who=rng.choice(PEOPLE))
@@ -360,8 +360,8 @@ def make_preference_pairs(
         seed (`int`, *optional*, defaults to `0`):
             Seed of the grammar. The same arguments always give the same rows.
         flip_rate (`float`, *optional*, defaults to `0.04`):
-            Share of the rows, in both splits, in which the two answers change places. The rows are otherwise the same
-            for every rate. A perfect judge of the grammar agrees with `1 - flip_rate` of the held-out labels.
+            Share of the rows, in both splits, whose two answers are swapped. The rows are otherwise the same for every
+            rate. A perfect judge of the grammar agrees with `1 - flip_rate` of the held-out labels.
 
     Returns:
         `dict[str, list[dict[str, str]]]`:
@@ -375,7 +375,7 @@ def make_preference_pairs(
     wanted = {"train": n_train, "heldout": n_heldout}
     splits: dict[str, list[dict[str, str]]] = {"train": [], "heldout": []}
     seen: set[str] = set()
-    misses = 0  # draws in a row which brought nothing new
+    misses = 0  # consecutive draws that brought nothing new
     while any(len(splits[name]) < wanted[name] for name in wanted):
         row = _draw_row(rng)
         name = "heldout" if _is_heldout(row["prompt"]) else "train"

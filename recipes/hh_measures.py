@@ -1,4 +1,4 @@
-"""What is measured of models on dialogues: the perplexity of a policy, the scores of a reward model."""
+"""Measurements on dialogues: the perplexity of a policy, and the scores of a reward model."""
 
 import contextlib
 import math
@@ -32,8 +32,8 @@ def heldout_perplexity(
     """
     Perplexity of the chosen answers given their prompts.
 
-    `exp(-(1/N) sum log p(token))` over the N tokens of all answers, each followed by the end-of-sequence token; prompt
-    tokens only condition.
+    `exp(-(1/N) sum log p(token))` over the N tokens of all answers, each followed by the end-of-sequence token. Prompt
+    tokens are context only.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -43,7 +43,7 @@ def heldout_perplexity(
         rows (`Sequence[dict[str, str]]`):
             Rows with `"prompt"` and `"chosen"`.
         batch_size (`int`, *optional*, defaults to `32`):
-            Rows per forward pass at most: fewer where their logits would take more than half a gigabyte.
+            Maximum number of rows per forward pass; fewer if their logits would take more than half a gigabyte.
         max_length (`int`, *optional*, defaults to `512`):
             Longest sequence. A longer one loses the start of its prompt, then the end of its answer.
 

@@ -29,7 +29,7 @@ class Evaluation:
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of the stop texts."""
+    """The text before the first stop string in it."""
     ends = [text.find(stop) for stop in stops if stop in text]
     return text[: min(ends)] if ends else text
 
@@ -45,7 +45,7 @@ def sample_answers(
     batch_size: int = 64,
     seed: int = 0,
 ) -> list[str]:
-    """Sample one answer per prompt, with a seed of its own: the same before and after, and no trace on training."""
+    """Sample one answer per prompt. The fixed seed is the same before and after, and does not affect training."""
     training = model.training
     model.eval()
     answers = []
@@ -118,7 +118,7 @@ class PerplexityCallback(TrainerCallback):
 
 
 class BriefProgress(ProgressCallback):
-    """The host's progress bar, with the few numbers that tell how PPO is going instead of all of them."""
+    """Transformers' progress bar with only the few numbers that tell how PPO is going."""
 
     SHOWN = {"reward": "reward", "klx/kl": "KL", "klx/coef": "coefficient", "ppo/explained_variance": "value EV"}
 
@@ -145,7 +145,7 @@ def format_report(
     rows: Sequence[dict],
     samples: int,
 ) -> str:
-    """The table that ends a run, with a few dialogues before and after."""
+    """The final table of a run, with a few dialogues before and after."""
     kl = last_quarter_mean(history, "klx/kl")
     coefficients = [entry["klx/coef"] for entry in history if "klx/coef" in entry]
     lines = [
@@ -177,7 +177,7 @@ def write_report(
     history: Sequence[dict],
     perplexities: Sequence[tuple[int, float]],
 ) -> None:
-    """The numbers behind table and figure, as JSON."""
+    """Write the numbers behind the table and the figure as JSON."""
     content = {
         "before": asdict(before),
         "after": asdict(after),
@@ -188,7 +188,7 @@ def write_report(
 
 
 def load_pyplot():
-    """Matplotlib's pyplot, or `None` where matplotlib is not installed."""
+    """Matplotlib's pyplot, or `None` if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -202,7 +202,7 @@ def load_pyplot():
 def draw_report(
     path: Path, history: Sequence[dict], perplexities: Sequence[tuple[int, float]], target: float | None
 ) -> bool:
-    """Draw the curves of reward, KL and target, coefficient and perplexity. Returns whether matplotlib was there."""
+    """Draw the curves of reward, KL and target, coefficient and perplexity. Returns `False` without matplotlib."""
     pyplot = load_pyplot()
     if pyplot is None:
         return False

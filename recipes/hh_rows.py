@@ -1,6 +1,6 @@
 """
-The text format of Anthropic's HH-RLHF, and a parser which brings the data sets of that family into one form. Only the
-standard library is used.
+The text format of Anthropic's HH-RLHF, and a parser that brings the datasets of that family into one form. Needs only
+the standard library.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ def split_transcript(text: str) -> tuple[str, str]:
 
     Returns:
         `tuple[str, str]`:
-            The prompt, which ends in `"\\n\\nAssistant:"`, and the answer with its leading space. Joined they give
-            `text` again.
+            The prompt, which ends in `"\\n\\nAssistant:"`, and the answer with its leading space. Joined, they are
+            `text`.
     """
     if not isinstance(text, str):
         raise TypeError(f"A transcript must be a `str`, got `{type(text).__name__}`.")
@@ -72,7 +72,7 @@ def _normalise_prompt(value: Any) -> str:
 
 
 def _normalise_answer(value: Any, column: str, prompt: str) -> str:
-    """The answer alone, with one leading space. Accepts the answer, or a transcript which repeats the prompt."""
+    """The answer alone, with one leading space. Accepts the answer, or a transcript that repeats the prompt."""
     if _is_messages(value):
         text = _render_messages(value, column)
         if not value or value[-1]["role"] != "assistant":
@@ -85,11 +85,11 @@ def _normalise_answer(value: Any, column: str, prompt: str) -> str:
 
 def parse_hh_row(row: Mapping[str, Any]) -> dict[str, str]:
     """
-    Bring a row of a preference data set into the form of `hh_dialogues.make_preference_pairs`.
+    Bring a row of a preference dataset into the form of `hh_dialogues.make_preference_pairs`.
 
-    Accepted are the raw form of Anthropic/hh-rlhf (`chosen` and `rejected` are whole transcripts), the split form of
-    Dahoas/rm-static (`prompt`, `chosen`, `rejected`; other columns such as `response` are ignored), and both of them
-    with lists of `{"role", "content"}` messages in place of text.
+    Accepts the raw form of Anthropic/hh-rlhf (`chosen` and `rejected` are whole transcripts), the split form of
+    Dahoas/rm-static (`prompt`, `chosen`, `rejected`; other columns such as `response` are ignored), and both with
+    lists of `{"role", "content"}` messages instead of text.
 
     Args:
         row (`Mapping[str, Any]`):
@@ -97,9 +97,9 @@ def parse_hh_row(row: Mapping[str, Any]) -> dict[str, str]:
 
     Returns:
         `dict[str, str]`:
-            `"prompt"`, which ends in `"\\n\\nAssistant:"`, `"chosen"` and, if the row has one, `"rejected"`. In the raw
-            form the prompt is that of `chosen`. A rejected transcript which departs from it in an earlier turn is cut
-            at its own last marker.
+            `"prompt"`, which ends in `"\\n\\nAssistant:"`, `"chosen"` and, if the row has one, `"rejected"`. In the
+            raw form the prompt comes from `chosen`. A rejected transcript that differs from it in an earlier turn is
+            cut at its own last marker.
     """
     if row.get("chosen") is None:
         raise ValueError(f"The row needs a `chosen` column. Its columns are {sorted(row)}.")

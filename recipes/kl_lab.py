@@ -1,6 +1,6 @@
 """
-Runs of one setup under several KL settings, each recorded as a JSON file: what `compare_controllers.py`,
-`sweep_kl_coef.py` and `benchmarks/controllers.py` share. A run that is recorded already is not made again.
+Run one setup under several KL settings and record each run as a JSON file. Shared by `compare_controllers.py`,
+`sweep_kl_coef.py` and `benchmarks/controllers.py`. A recorded run is not repeated.
 """
 
 import gc
@@ -55,17 +55,17 @@ class LabArguments(ScriptArguments):
         algorithm (`str`, *optional*, defaults to `"grpo"`):
             Trainer: `"grpo"`, `"rloo"` or `"ppo"`.
         reward (`str`, *optional*):
-            A reward model (path or Hub name), or a reward function as `module.function`. Needed with a model of your own.
+            A reward model (path or Hub name), or a reward function as `module.function`. Required with your own model.
         seeds (`list[int]`, *optional*, defaults to `[0]`):
-            Every setting is run once with each of them.
+            Seeds to run every setting with.
         eval_prompts (`int`, *optional*, defaults to `128`):
-            Held-out rows on whose `chosen` answers the perplexity is measured.
+            Number of held-out rows. The perplexity of their `chosen` answers is measured.
         max_prompt_length (`int`, *optional*, defaults to `256`):
-            Longest prompt; the beginning of a longer one is cut off.
+            Longest prompt in tokens; a longer one loses its beginning.
         cache_dir (`str`, *optional*, defaults to `"outputs/hh_default"`):
-            Where the tiny models of the default setup are kept.
+            Where to keep the tiny models of the default setup.
         quick (`bool`, *optional*, defaults to `False`):
-            Tiny models of lower quality in the default setup, for a try-out.
+            Use tiny models of lower quality in the default setup, to try the script.
     """
 
     dataset_name: str | None = field(
@@ -75,15 +75,15 @@ class LabArguments(ScriptArguments):
         default="grpo", metadata={"help": "Trainer: grpo, rloo or ppo.", "choices": list(ALGORITHMS)}
     )
     reward: str | None = field(default=None, metadata={"help": "Reward model, or reward function as module.function."})
-    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs of each setting."})
+    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds to run every setting with."})
     eval_prompts: int = field(default=128, metadata={"help": "Held-out rows for the perplexity."})
     max_prompt_length: int = field(default=256, metadata={"help": "Longest prompt in tokens."})
     cache_dir: str = field(default="outputs/hh_default", metadata={"help": "Folder of the default tiny models."})
-    quick: bool = field(default=False, metadata={"help": "Tiny models of lower quality, for a try-out."})
+    quick: bool = field(default=False, metadata={"help": "Use tiny models of lower quality, to try the script."})
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    """What a flag is given on a command line, `None` without it."""
+    """The value of a flag on a command line, or `None` without the flag."""
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         name, _, value = argument.partition("=")
         if name == flag:
@@ -92,13 +92,13 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def _config_text(arguments: Sequence[str]) -> str:
-    """The config file of a command line, empty without one."""
+    """The text of the config file on a command line, empty without one."""
     path = _value_of("--config", arguments)
     return Path(path).read_text() if path is not None and os.path.isfile(path) else ""
 
 
 def parse(arguments: Sequence[str], script_class: type[LabArguments] = LabArguments) -> tuple:
-    """Script, training and model arguments, with the config class of the algorithm that the arguments name."""
+    """Parse script, training and model arguments, with the config class of the chosen algorithm."""
     algorithm = _value_of("--algorithm", arguments)
     if algorithm is None:
         algorithm = (yaml.safe_load(_config_text(arguments)) or {}).get("algorithm", "grpo")
@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str], script_class: type[LabArguments] = LabArgume
 
 
 def with_defaults(arguments: Sequence[str], config: Path) -> list[str]:
-    """The arguments, after those of a recipe's default unless they bring a config or a model of their own."""
+    """Prepend a recipe's default config, unless the arguments name a config or a model."""
     if any(argument.split("=")[0] in ("--config", "--model_name_or_path") for argument in arguments):
         return list(arguments)
     return ["--config", str(config), *arguments]
@@ -116,7 +116,7 @@ def with_defaults(arguments: Sequence[str], config: Path) -> list[str]:
 
 @dataclass
 class Setup:
-    """What all runs have in common: model, data and reward."""
+    """What all runs share: model, data and reward."""
 
     model_path: str
     tokenizer: Any
@@ -128,7 +128,7 @@ class Setup:
 def _load_reward(name: str, device) -> Callable[..., list[float]]:
     if not os.path.exists(name) and "/" not in name and "." in name:
         module, function = name.rsplit(".", 1)
-        # A script's own folder is on the path, the one that it is called from is not.
+        # Python puts the script's folder on the path, but not the working directory.
         sys.path.append(os.getcwd())
         return getattr(importlib.import_module(module), function)
     model, tokenizer = load_reward_model(name, None, device)
@@ -142,7 +142,7 @@ def _parse_row(row: dict) -> dict:
 
 
 def load_setup(script_args: LabArguments, training_args, model_args: ModelConfig) -> Setup:
-    """Load what the arguments name, or make the default: dialogues, a tiny policy and a tiny reward model."""
+    """Load what the arguments name, or build the default: dialogues, a tiny policy and a tiny reward model."""
     path, reward = model_args.model_name_or_path, script_args.reward
     if (path is None) != (reward is None):
         raise ValueError("Set --model_name_or_path and --reward together, or neither for the default setup.")
@@ -150,7 +150,7 @@ def load_setup(script_args: LabArguments, training_args, model_args: ModelConfig
         assets = prepare_default_for_launch(script_args.cache_dir, quick=script_args.quick)
         path, reward, rows, heldout = assets.sft_path, assets.reward_path, assets.train_rows, assets.heldout_rows
     elif script_args.dataset_name is None:
-        raise ValueError("Set --dataset_name: a model of your own comes with prompts of your own.")
+        raise ValueError("Set --dataset_name: your own model needs your own prompts.")
     if script_args.dataset_name is not None:
         rows, heldout = load_dialogues(script_args, _parse_row)
     tokenizer = load_tokenizer(str(path), **source_of(model_args, training_args))
@@ -165,14 +165,14 @@ def load_setup(script_args: LabArguments, training_args, model_args: ModelConfig
 
 @dataclass(frozen=True)
 class Setting:
-    """One of the things that are compared: a label, and the flags that make it."""
+    """A setting to compare: its label and its flags."""
 
     label: str
     flags: tuple[str, ...]
 
 
 def train(setup: Setup, script_args: LabArguments, training_args, model_args: ModelConfig) -> dict[str, Any]:
-    """One run. Returns its series per generation batch, and the held-out perplexity over its steps."""
+    """Train once. Returns series per generation batch, and the held-out perplexity over the steps."""
     model = AutoModelForCausalLM.from_pretrained(setup.model_path, **model_settings(model_args, training_args))
     trainer = ALGORITHMS[script_args.algorithm][1](
         args=training_args,
@@ -217,20 +217,20 @@ def run_all(
 
     Args:
         arguments (`Sequence[str]`):
-            Command line that all runs have in common.
+            Command line shared by all runs.
         settings (`Sequence[Setting]`):
-            What differs.
+            Settings to compare.
         folder (`Path`):
-            Where the records are kept. Those that are there, of the same command line, are not made again.
+            Where to keep the records. Runs already recorded for the same command line are not repeated.
         script_class (`type[LabArguments]`, *optional*):
             Class of the script arguments.
         share (`tuple[int, int]`, *optional*, defaults to `(0, 1)`):
-            Make only the runs whose number leaves the first when divided by the second, and return those.
+            Index and number of shares: make and return only the runs of this share.
     """
     folder.mkdir(parents=True, exist_ok=True)
     common = parse([*arguments, *settings[0].flags], script_class)
     jobs = [(setting, seed) for setting in settings for seed in common[0].seeds][share[0] :: share[1]]
-    # Every command line is read before the first run, so that a mistake in the last shows at once.
+    # Every command line is parsed before the first run, so that a mistake in the last one shows at once.
     parsed = {
         job: parse([*arguments, *job[0].flags, "--seed", str(job[1]), "--output_dir", str(folder)], script_class)
         for job in jobs
@@ -257,17 +257,17 @@ def run_all(
 
 
 def tail(values: Sequence[float]) -> Sequence[float]:
-    """The second half, which is past the first phase in a run of sensible length."""
+    """The second half of a series, which is past the initial phase in a run of sensible length."""
     return values[len(values) // 2 :]
 
 
 def average(records: Sequence[dict], name: str) -> float:
-    """Mean over the seeds of the mean of a series over the second half of the run."""
+    """Mean of a series over the second half of the run, averaged over the seeds."""
     return fmean(fmean(tail(record[name])) for record in records)
 
 
 def by_label(records: Sequence[dict]) -> dict[str, list[dict]]:
-    """The records of each setting, in the order in which the settings came."""
+    """The records of each setting, in the order of the settings."""
     groups: dict[str, list[dict]] = {}
     for record in records:
         groups.setdefault(record["label"], []).append(record)

@@ -1,13 +1,13 @@
 """
 PPO with KL control on helpful-and-harmless dialogues.
 
-With no arguments, offline, on a laptop CPU: tiny models on dialogues that this project makes itself.
+With no arguments it runs offline on a laptop CPU, with tiny models and dialogues that it makes itself:
 
 ```bash
 accelerate launch recipes/ppo_hh.py
 ```
 
-On real models and data (see `recipes/ppo_hh_1b.yaml` and its kin):
+On real models and data (see `recipes/ppo_hh_1b.yaml` and its siblings):
 
 ```bash
 accelerate launch recipes/ppo_hh.py --config recipes/ppo_hh_1b.yaml --reward_model_path path/to/reward_model
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
-# Before torch is imported: threads that spin while they wait make small models crawl on a machine that is shared.
+# Set before torch is imported: threads that spin while waiting make small models crawl on a shared machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -56,34 +56,34 @@ from hh_report import (
 )
 from hh_rows import parse_hh_row
 from trl_klx import KLXPPOConfig, KLXPPOTrainer
+from trl_klx.cli.dataset_files import LOADERS
 from trl_klx.references.sharding import loaded_whole
 
 
 DEFAULT_CONFIG = Path(__file__).with_name("ppo_hh.yaml")
-LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass
 class HHScriptArguments(ScriptArguments):
     """
-    Arguments of the script beside those of the trainer and of the model. The policy is `--model_name_or_path`, the
-    reward model `--reward_model_path`; without either, tiny models are trained and cached first.
+    Arguments of the script, in addition to those of the trainer and the model. The policy is `--model_name_or_path`,
+    the reward model `--reward_model_path`; without either, tiny models are trained and cached first.
 
     Args:
         dataset_name (`str`, *optional*):
-            Name on the Hub, or local file or directory. If unset, the dialogues that come with the recipe.
+            Name on the Hub, or local file or directory. If unset, the recipe's own dialogues are used.
         delta_reward (`bool`, *optional*, defaults to `False`):
-            Subtract the reward of the chosen answer to the same prompt from that of the sampled one.
+            Subtract the reward of the chosen answer to the same prompt from the reward of the sampled one.
         max_prompt_length (`int`, *optional*, defaults to `384`):
             Longest prompt in tokens; a longer one loses its beginning.
         eval_prompts (`int`, *optional*, defaults to `128`):
             Number of held-out dialogues for the report.
         samples (`int`, *optional*, defaults to `3`):
-            Number of dialogues to show before and after.
+            Number of dialogues to show before and after training.
         cache_dir (`str`, *optional*, defaults to `"outputs/hh_default"`):
-            Where the tiny models of the default are kept for the next run.
+            Where to keep the default tiny models for the next run.
         quick (`bool`, *optional*, defaults to `False`):
-            Shorten the default's own training, to try the script.
+            Use tiny models of lower quality, to try the script.
     """
 
     delta_reward: bool = field(
@@ -93,11 +93,11 @@ class HHScriptArguments(ScriptArguments):
         default=384, metadata={"help": "Longest prompt in tokens; a longer one loses its beginning."}
     )
     eval_prompts: int = field(default=128, metadata={"help": "Number of held-out dialogues for the report."})
-    samples: int = field(default=3, metadata={"help": "Number of dialogues to show before and after."})
+    samples: int = field(default=3, metadata={"help": "Number of dialogues to show before and after training."})
     cache_dir: str = field(
-        default="outputs/hh_default", metadata={"help": "Where the tiny models of the default are kept."}
+        default="outputs/hh_default", metadata={"help": "Where to keep the default tiny models for the next run."}
     )
-    quick: bool = field(default=False, metadata={"help": "Shorten the default's own training, to try the script."})
+    quick: bool = field(default=False, metadata={"help": "Use tiny models of lower quality, to try the script."})
 
 
 def say(text: str) -> None:
@@ -105,7 +105,7 @@ def say(text: str) -> None:
 
 
 def load_dialogues(script_args: ScriptArguments, parse_row=parse_hh_row) -> tuple[list[dict], list[dict]]:
-    """Training and held-out rows, each as `parse_row` makes it, from the Hub or from local files."""
+    """Load training and held-out rows from the Hub or from local files, each parsed by `parse_row`."""
     name = script_args.dataset_name
     if script_args.dataset_streaming:
         raise ValueError("--dataset_streaming cannot be used: all dialogues are read into memory.")
@@ -139,21 +139,21 @@ def load_dialogues(script_args: ScriptArguments, parse_row=parse_hh_row) -> tupl
 
 def check_tokenizer(tokenizer, model, path: str) -> None:
     weight = model.get_input_embeddings().weight
-    size = getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves no more of the weight's own shape than zero
+    size = getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the weight itself is empty
     if len(tokenizer) > size:
         raise ValueError(
-            f"The tokenizer of {path!r} has {len(tokenizer)} tokens, but the model embeds only {size}: they do not belong "
-            "together."
+            f"The tokenizer of {path!r} has {len(tokenizer)} tokens, but the model embeds only {size}: they do not "
+            "belong together."
         )
 
 
 def source_of(model_args: ModelConfig, training_args) -> dict:
-    """What `from_pretrained` is to be told of the place that policy and tokenizer come from."""
+    """Arguments of `from_pretrained` that say where policy and tokenizer come from."""
     return {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
 
 
 def model_settings(model_args: ModelConfig, training_args) -> dict:
-    """What `from_pretrained` is to be told of the policy."""
+    """Arguments of `from_pretrained` for the policy."""
     dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
     settings = {"dtype": dtype, "attn_implementation": model_args.attn_implementation}
     settings |= source_of(model_args, training_args)
@@ -173,8 +173,8 @@ def load_tokenizer(path: str, **source):
 def load_reward_model(path: str, dtype, device):
     labels = AutoConfig.from_pretrained(path).num_labels
     if labels != 1:
-        raise ValueError(f"The reward model {path!r} has {labels} labels; a reward model has one.")
-    # Called as it is, on every process, however the policy is sharded.
+        raise ValueError(f"The reward model {path!r} has {labels} labels; a reward model must have one.")
+    # Every process calls the whole reward model, however the policy is sharded.
     with loaded_whole():
         model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).to(device).eval()
     tokenizer = load_tokenizer(path)
@@ -184,7 +184,7 @@ def load_reward_model(path: str, dtype, device):
 
 
 def make_reward(model, tokenizer, stops: list[str], delta: bool):
-    """The reward of answers to prompts, and the same as a reward function of TRL's."""
+    """A function that scores answers to prompts, and a TRL reward function that uses it."""
 
     def score(prompts: list[str], answers: list[str]) -> list[float]:
         texts = [prompt + cut_at(answer, stops) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -261,7 +261,7 @@ def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(BriefProgress)
-    # Sharded weights are not all there on any one process, so these are measured only where they are.
+    # No single process holds all weights of a sharded policy, so only a whole one is measured.
     whole = trainer.accelerator.distributed_type in (
         DistributedType.NO,
         DistributedType.MULTI_CPU,
@@ -289,8 +289,8 @@ def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args
         say(f"      reward {before.reward:.3f}, perplexity {before.perplexity:.3f}")
         trainer.add_callback(perplexity)
     say(
-        f"[3/4] PPO: {training_args.max_steps if training_args.max_steps > 0 else 'all'} steps on {len(rows)} dialogues, "
-        f"KL coefficient {training_args.kl_penalty_coef} ({training_args.kl_controller_name})"
+        f"[3/4] PPO: {training_args.max_steps if training_args.max_steps > 0 else 'all'} steps on {len(rows)} "
+        f"dialogues, KL coefficient {training_args.kl_penalty_coef} ({training_args.kl_controller_name})"
         + (
             f", target {training_args.kl_target} nats per {training_args.kl_target_unit}"
             if training_args.kl_target
@@ -311,20 +311,20 @@ def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args
         if draw_report(folder / "report.png", history, perplexity.curve, target):
             say(f"\nCurves: {folder / 'report.png'}")
         else:
-            say("\nNo curves: install matplotlib to have them drawn (pip install 'trl-klx[plot]').")
+            say("\nNo curves: matplotlib is not installed (pip install 'trl-klx[plot]').")
     state.wait_for_everyone()
 
 
 def parse(arguments: list[str]) -> tuple[HHScriptArguments, KLXPPOConfig, ModelConfig]:
     parser = TrlParser((HHScriptArguments, KLXPPOConfig, ModelConfig))
-    # Flags alone change the default; a model or a config of one's own replaces it.
+    # Flags alone change the default config; a model or another config replaces it.
     if not any(argument.split("=")[0] in ("--config", "--model_name_or_path") for argument in arguments):
         arguments = ["--config", str(DEFAULT_CONFIG), *arguments]
     return parser.parse_args_and_config(arguments)
 
 
 def exit_on_user_error(main: Callable[[list[str]], None]) -> None:
-    """Run a script. What is wrong with the arguments is one line, without a traceback; once it trains, errors are errors."""
+    """Run a script. A mistake in the arguments prints one line; an error in training keeps its traceback."""
     try:
         main(sys.argv[1:])
     except ValueError as error:

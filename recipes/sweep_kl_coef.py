@@ -1,8 +1,8 @@
 """
 Sweep `kl_penalty_coef`: nine values from 0.0001 to 1.0, evenly spaced in logs, against the policy at step 0, 20 steps
-each. Ends with the frontier of reward against KL as a figure and a CSV file, from which to pick a coefficient or a target.
+each. Ends with the frontier of reward against KL as a figure and a CSV file, to pick a coefficient or a target from.
 
-The default setup is the one of `ppo_hh.py`: tiny models that the recipe trains first, offline, on a CPU.
+The default setup is that of `ppo_hh.py`: tiny models that the recipe trains first, offline, on a CPU.
 
 ```bash
 accelerate launch recipes/sweep_kl_coef.py
@@ -11,7 +11,7 @@ accelerate launch recipes/sweep_kl_coef.py --config my_grpo.yaml \
     --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name prompts.jsonl --reward my_rewards.score
 ```
 
-Every run is recorded in `output_dir`, so that the same command goes on where it was stopped.
+Every run is recorded in `output_dir`, so the same command continues after an interruption.
 """
 
 import csv
@@ -47,15 +47,15 @@ class SweepArguments(LabArguments):
         coefs (`list[float]`, *optional*, defaults to nine values from 0.0001 to 1.0):
             Values of `kl_penalty_coef`.
         last (`int`, *optional*, defaults to `5`):
-            Number of batches at the end of a run over which KL and reward are averaged.
+            Number of batches at the end of a run to average KL and reward over.
     """
 
     coefs: list[float] = field(default_factory=lambda: list(COEFS), metadata={"help": "Values of kl_penalty_coef."})
-    last: int = field(default=5, metadata={"help": "Batches at the end of a run that are averaged."})
+    last: int = field(default=5, metadata={"help": "Number of batches at the end of a run to average over."})
 
 
 def summarise(coef: float, records: list[dict], last: int) -> dict[str, float | int | None]:
-    """One row of the frontier: means over the seeds, and their extremes."""
+    """One row of the frontier: means and extremes over the seeds."""
     kls, rewards = ([fmean(record[name][-last:]) for record in records] for name in ("kl", "reward"))
     perplexities = [record["perplexity"][-1][1] for record in records if record["perplexity"]]
     means = fmean(kls), min(kls), max(kls), fmean(rewards), min(rewards), max(rewards)

@@ -1,4 +1,4 @@
-"""Tiny real models, tokenizers and datasets that the tests build themselves, offline."""
+"""Settings of the test session, and fixtures that all tests share."""
 
 import os
 
@@ -17,18 +17,18 @@ from support.tiny import build_model, build_tokenizer
 
 
 torch.set_num_threads(1)
-# Stable TRL features that it calls experimental.
+# Silence TRL's warnings about experimental features.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 def pytest_configure(config):
-    # Known to pytest-xdist alone, which need not be there.
+    # A marker of pytest-xdist, which need not be installed.
     config.addinivalue_line("markers", "xdist_group(name): tests that share an expensive fixture, for one worker")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def keep_imports_out_of_garbage_collection():
-    # Each training run collects garbage, which with everything imported takes longer than its steps.
+    # Each training run collects garbage, which takes longer than its steps once everything is imported.
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of `docs/choosing.md`: python docs/img/draw.py [FOLDER]. Nothing is trained but a table of 16 x 64 numbers."""
+"""Draw the figures of `docs/choosing.md`: python docs/img/draw.py [FOLDER]. Trains only a table of 16 x 64 logits."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def draw_estimators(path: Path) -> None:
-    """The value at one token, and the mean over the policy's tokens against the true KL."""
+    """Plot the value at one token, and the mean over the policy's tokens against the true KL."""
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     ratios = torch.linspace(-2.5, 2.5, 201)
@@ -48,12 +48,12 @@ def draw_estimators(path: Path) -> None:
 
 
 def draw_placements(path: Path) -> None:
-    """What one completion with a good and one with a bad reward get, token by token."""
+    """Plot the advantage of every token, for one completion with a good and one with a bad reward."""
     figure = Figure(figsize=(9.0, 3.4), layout="constrained")
     kl = torch.tensor([[0.1, 0.2, 1.6, 0.1, 0.3, 0.1], [0.2, 0.1, 0.1, 0.4, 0.1, 0.3]])
     advantages, mask, coef = torch.tensor([0.5, -0.5]), torch.ones_like(kl), 0.5
     adjusted = center_kl_advantages(advantages, kl, mask, coef)
-    # The reward's way: the completion's KL comes off its reward, and the group's mean off both.
+    # In the reward: each completion pays for its own KL, less the mean over the group.
     whole = advantages - coef * (kl.sum(1) - kl.sum(1).mean())
     for axis, row, title in zip(figure.subplots(1, 2, sharey=True), (0, 1), ("good", "bad"), strict=True):
         tokens = np.arange(kl.shape[1])

@@ -250,7 +250,7 @@ def test_plot_writes_into_the_run_by_default(runs, tmp_path, capsys):
     assert main(["plot", str(tmp_path / "ours"), "--metrics", "reward", "klx/kl"]) == 0
     assert (tmp_path / "ours" / "curves.png").read_bytes().startswith(PNG)
     assert main(["plot", str(tmp_path / "ours"), "--metrics", "rewards"]) == 2
-    assert "'rewards' was not logged. Logged were: reward, klx/kl" in capsys.readouterr().err
+    assert "'rewards' was not logged. Logged metrics: reward, klx/kl" in capsys.readouterr().err
     assert main(["plot", str(tmp_path / "ours"), "--output", str(tmp_path / "x.docx")]) == 2
     assert "its suffix must be one of" in capsys.readouterr().err
     assert main(["plot", str(tmp_path / "ours"), "--interval", "0"]) == 2

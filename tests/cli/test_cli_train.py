@@ -154,7 +154,7 @@ def test_training_fails_with_one_line(in_project, capsys):
     assert script.main("grpo", [*arguments, "--kl_penalty_reference_step", "7"]) == 1
     assert "`kl_penalty_reference_step=7` was never saved" in capsys.readouterr().err
     assert script.main("grpo", [*arguments, "--dataset_name", "my_rewards.py"]) == 1
-    assert "is a file of an unknown type. Known are .json" in capsys.readouterr().err
+    assert "is a file of an unknown type. Use one of .json" in capsys.readouterr().err
     assert script.main("grpo", [*arguments, "--resume_from_checkpoint", "nowhere"]) == 1
     assert "nowhere" in capsys.readouterr().err
     assert trl.GRPOTrainer is before

@@ -1,4 +1,4 @@
-"""Adapters from anywhere: refused with one clear error and without a trace on the policy, or sound; and read nowhere else."""
+"""Untrusted adapters: each is refused with one clear error and without touching the policy, or it is sound."""
 
 import json
 import os
@@ -25,7 +25,7 @@ TOKENS = torch.tensor([[5, 6, 7, 8]])
 
 
 class Opened:
-    """Which files Python opens, deletes or runs while it is watched. Audit hooks cannot be taken away again."""
+    """Records the files that Python opens, deletes or runs while active. Audit hooks cannot be removed."""
 
     def __init__(self):
         self.paths: list[str] | None = None
@@ -90,7 +90,7 @@ def check_refused_or_sound(policy, place: Path, files: dict, opened) -> bool:
     assert elsewhere == [], elsewhere
     if loaded:
         with torch.no_grad(), adapter_active(policy, REFERENCE_ADAPTER):
-            # A flipped bit may make a weight huge, and the logits of a huge weight need not be finite.
+            # A flipped bit may make a weight huge, and its logits need not be finite.
             assert policy(TOKENS).logits.shape == (1, 4, 32)
         policy.delete_adapter(REFERENCE_ADAPTER)
     assert hash_tensors(dict(policy.named_parameters())) == before
@@ -155,7 +155,7 @@ def load_file_of(files: dict, place: Path) -> dict[str, torch.Tensor]:
 
 
 def test_link_to_a_file_that_is_none(policy, tmp_path, files):
-    # Links are followed, since the Hub's cache is made of them; what they lead to is checked as any other file.
+    # Links are followed, because the Hub's cache consists of them; their targets are checked like any other file.
     (tmp_path / CONFIG).write_bytes(files[CONFIG])
     for target in (tmp_path / "missing", Path("/etc/passwd"), tmp_path):
         (tmp_path / WEIGHTS).symlink_to(target)

@@ -1,4 +1,4 @@
-"""The whole config space: each draw is refused with a message that names a field, or trains two steps soundly."""
+"""The whole config space: each draw is refused with a message that names a field, or trains two sound steps."""
 
 import math
 import os
@@ -19,7 +19,7 @@ from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
 DRAWS = int(os.environ.get("KLX_FUZZ_DRAWS", "34"))
 HOSTILE = [None, -1, -0.5, math.nan, math.inf, -math.inf, 10**400, True, "", "k9", [], {}, "0.1", b"x", "../.."]
 
-# Sound values by field. One draw in eight takes a hostile one instead.
+# Valid values by field. One draw in eight takes a hostile value instead.
 KL_FIELDS = {
     "kl_penalty_coef": [0.0, 1e-4, 0.05, 0.3, 5, 10.0, 1e3],
     "kl_penalty_reference_step": [0, 2, 7],
@@ -103,7 +103,7 @@ TRAINERS = {
 def places(tmp_path_factory):
     folder = tmp_path_factory.mktemp("configs")
     trained_lora(2, scale=0.1).save_pretrained(folder / "adapter")
-    # TRL loads a reference of its own, where `beta` asks for one, from where the policy came from.
+    # With `beta`, TRL loads its own reference from the policy's path.
     build_model().save_pretrained(folder / "base")
     return folder
 
@@ -113,9 +113,9 @@ def draw_fields(data, host: dict) -> dict:
     names = data.draw(st.lists(st.sampled_from(sorted(pool)), max_size=6, unique=True))
     fields = {"kl_penalty_coef": data.draw(st.sampled_from([0.05, 0.3, 1.0]))} if data.draw(st.booleans()) else {}
     for name in names:
-        # The values of the host's own fields are its affair.
+        # The values of TRL's own fields are TRL's business.
         ours = name in KL_FIELDS or name in PPO_FIELDS.keys() - HOST_FIELDS.keys()
-        hostile = ours and data.draw(st.integers(0, 7)) == 5  # 0 would come more often than the others
+        hostile = ours and data.draw(st.integers(0, 7)) == 5  # 0 would be drawn more often than the others
         fields[name] = data.draw(st.sampled_from(HOSTILE if hostile else pool[name]))
     return fields
 
@@ -145,7 +145,7 @@ def test_each_draw_is_refused_or_trains(kind, places):
         suppress_health_check=list(HealthCheck),
         derandomize="KLX_FUZZ_DRAWS" not in os.environ,
         database=None,
-        phases=[Phase.generate],  # a smaller example is not worth the trainings it takes
+        phases=[Phase.generate],  # shrinking an example would take too many trainings
         print_blob=False,
     )
     @given(data=st.data())

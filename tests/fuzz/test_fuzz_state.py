@@ -21,7 +21,7 @@ REFUSALS = ("Cannot resume", "The KL reference is not the one")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A trainer with a lagging reference, and the files that it saved after six steps."""
+    """A trainer with a lagging reference, and the files it saved after six steps."""
     folder = tmp_path_factory.mktemp("run")
     trainer = build_run("lag", str(folder / "saved"), "")
     trainer.train()
@@ -40,7 +40,7 @@ def check_restored_or_refused(run, files) -> None:
         trainer._load_optimizer_and_scheduler(str(folder))
     except ValueError as error:
         assert str(error).startswith(REFUSALS) and str(folder) in str(error), error
-    # Restored or not, nothing that the run goes on with is broken.
+    # Restored or not, the state that the run continues with is sound.
     args = trainer.args
     assert args.kl_coef_min <= trainer.kl_controller.value <= args.kl_coef_max
     assert all(math.isfinite(value) for value in trainer.kl_control.drift.state_dict()["values"])
@@ -84,7 +84,7 @@ def test_what_was_saved_is_restored(run):
     assert trainer.kl_reference.mover.kept_steps == [5, 6]
 
 
-# ---- Places that nobody named ----
+# ---- Paths that nobody passed ----
 
 
 def test_links_are_replaced_not_followed(tmp_path):

@@ -147,7 +147,7 @@ def test_shares_make_every_run_once(setup, tmp_path):
         (["--controllers", "pod"], "unknown controller 'pod'. Choose from adaptive"),
         (["--controllers", "pid:3"], r"'pid:3' has no short form"),
         (["--controllers", "fixed:x"], "'x' in 'fixed:x' is not a number"),
-        (["--controllers", "pid", "pid"], "names one twice"),
+        (["--controllers", "pid", "pid"], "lists a controller twice"),
         (["--controllers", "adaptive:-1"], "`kl_horizon` must be"),
         (["--algorithm=dpo"], "--algorithm must be one of grpo, rloo, ppo, got 'dpo'"),
         (["--dataset_name=nowhere.jsonl"], "nowhere.jsonl' cannot be loaded"),

@@ -20,7 +20,7 @@ from support.hh_models import ON_CPU, RECIPES, ROOT, dialogue, save_models
 from support.tiny import WORDS, build_tokenizer
 
 
-ASSETS = Path(os.environ.get("KLX_ASSETS", ROOT.parent / "shared" / "assets"))
+ASSETS = Path(os.environ.get("KLX_ASSETS", "not-set"))
 FAST = [
     *ON_CPU,
     "--disable_tqdm=True",
@@ -266,7 +266,7 @@ def test_bad_input_gives_one_clear_error_before_training(models, tmp_path, pairs
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ASSETS.is_dir(), reason=f"no real HH pairs and pretrained model at {ASSETS}")
+@pytest.mark.skipif(not ASSETS.is_dir(), reason="KLX_ASSETS names no folder with real HH pairs and a model")
 def test_real_pairs_and_real_model(tmp_path):
     config = AutoConfig.from_pretrained(ASSETS / "stories260K", num_labels=1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")

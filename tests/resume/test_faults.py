@@ -1,4 +1,4 @@
-"""Faults: a run goes on correctly, or stops with one clear error and its last good checkpoint intact."""
+"""Faults: a run continues correctly, or stops with one clear error and its last good checkpoint intact."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def whole_checkpoints(folder) -> list[str]:
 
 
 def assert_sound(trainer, steps: int = 4) -> None:
-    """The run came to its end, and neither policy nor controller holds anything but finite numbers."""
+    """The run finished, and policy and controller hold only finite numbers."""
     assert trainer.state.global_step == steps
     assert all(torch.isfinite(weight).all() for weight in weights(trainer).values())
     assert all(math.isfinite(value) for value in logged(trainer, "klx/kl"))
@@ -85,7 +85,7 @@ def check_kills(lines: list[dict]) -> None:
         assert line["end"] == "exit 0" and line["different"] == [], line
         assert line["steps"] == (12 if line["trainer"] == "PPO" else 6), line
         if line["resumed_from"] is None:
-            # Killed in its first save: told so, and trained anew.
+            # Killed in its first save: the user is told, and the run starts over.
             assert line["phase"] == "save" and line["step"] == (4 if line["trainer"] == "PPO" else 2), line
             assert re.search("no checkpoint in .* is whole|No valid checkpoint found", line["refused"]), line
         elif line["resumed_from"] != line["left"][-1]:
@@ -126,7 +126,7 @@ def test_the_others_do_not_wait_for_a_dead_process(tmp_path):
 
 @contextmanager
 def small_disk(folder: Path, size: int):
-    """A file system of that size; where none may be mounted, files of at most that size."""
+    """A file system of this size or, if none can be mounted, a limit on the size of files."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     mounted = (
@@ -156,13 +156,13 @@ def uninterrupted(tmp_path_factory):
     return folder, outcome(trainer)
 
 
-# The first is full in our own files, which are written first, the others in those of the host.
+# The first fills up in our own files, which are written first, the others in those of transformers.
 @pytest.mark.parametrize("room", [0.05, 0.5, 0.9])
 def test_disk_full_while_saving(room, uninterrupted, tmp_path):
     folder, expected = uninterrupted
     one = size_of(folder / "checkpoint-2")
     disk = tmp_path / "disk"
-    # The model card lies beside the checkpoints.
+    # The model card lies next to the checkpoints.
     with small_disk(disk, int(one * (1 + room)) // 4096 * 4096 + 8 * 4096) as mounted:
         trainer = build_run("full-sync", str(disk / "run"), "")
         with pytest.raises(Exception) as caught:  # noqa: B017
@@ -228,7 +228,7 @@ def test_reward_that_stops_the_run(trainer, kind, tmp_path):
 def test_reward_that_is_left_out(trainer, kind, tmp_path):
     run = build(trainer, tmp_path, rewards=spoiled(kind))
     if (trainer, kind) == ("RLOO", "inf"):
-        # TRL's baseline carries it over to the others of the group; the next rollout has no probabilities.
+        # TRL's baseline spreads it over the group, and the next rollout has no valid probabilities.
         with pytest.raises(RuntimeError, match="probability tensor contains"):
             run.train()
         assert whole_checkpoints(tmp_path) == ["checkpoint-2"]
@@ -236,7 +236,7 @@ def test_reward_that_is_left_out(trainer, kind, tmp_path):
         return
     run.train()
     assert_sound(run)
-    # The KL does not depend on rewards: it was measured throughout.
+    # The KL does not depend on rewards, so it was measured throughout.
     assert len(logged(run, "klx/kl")) == 4
 
 
@@ -280,7 +280,7 @@ def with_empty(count: int):
 @pytest.mark.parametrize("trainer", ["GRPO", "PPO"])
 def test_empty_completions(trainer, count, tmp_path):
     run = build(trainer, tmp_path, extras={"rollout_func": with_empty(count)})
-    # TRL looks at the last token of each completion.
+    # TRL reads the last token of each completion.
     with pytest.raises(IndexError):
         run.train()
     assert whole_checkpoints(tmp_path) == ["checkpoint-2"]
@@ -299,7 +299,7 @@ def test_policy_that_runs_away(trainer, controller, tmp_path):
     run = build(
         trainer,
         tmp_path,
-        # Large weights and large steps: after one of them, next to nothing of what was likely still is.
+        # Large weights and large steps: after one step, almost nothing that was likely still is.
         model=build_model(initializer_range=3.0),
         learning_rate=1.0,
         kl_controller=controller,

@@ -1,4 +1,4 @@
-"""PPO goes on after `kill -9` as if nothing had happened, and two processes do what one does."""
+"""PPO resumes after `kill -9` as if nothing had happened, and two processes do the same as one."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def killed(tmp_path_factory, adapter):
 
 
 def check_same(resumed: dict, whole: dict) -> None:
-    """Coefficients, KLs, values, losses and weights, those of the value function among them: all to the bit."""
+    """Coefficients, KLs, values, losses and weights, including those of the value function, are equal to the bit."""
     assert resumed["history"] == whole["history"]
     assert len(whole["history"]) == 12
     for name in ("klx/coef", "klx/kl", "ppo/explained_variance", "ppo/score"):
@@ -80,7 +80,7 @@ def test_two_processes_do_what_one_does(name, ranks, tmp_path):
     for rank in ranks:
         assert rank["num_processes"] == 2 and rank["distributed_type"] == "DistributedType.MULTI_CPU"
     assert_same_weights(ranks[0]["weights"], ranks[1]["weights"])
-    # What is trained has moved, the value function too, and by more than the tolerance.
+    # The trained weights and the value function have moved by more than the tolerance.
     moved = {n for n, weight in alone["weights"].items() if (weight - alone["start"][n]).abs().max() > 1e-3}
     trained = {"lora": "lora_", "frozen": "layers.1."}.get(name, "layers.")
     assert any(n.startswith("klx_value.") for n in moved) and any(trained in n for n in moved)
@@ -94,10 +94,10 @@ def test_two_processes_do_what_one_does(name, ranks, tmp_path):
             names = [n for n in expected if n == "loss" or n.startswith(("klx/", "ppo/"))]
             assert len(names) >= 12
             for metric in names:
-                # The error is the KL over the target: what is 1e-5 nats there, is so many times more here.
+                # The error is the KL divided by the target, so a difference of 1e-5 nats is scaled likewise.
                 tolerance = 1e-5 / expected["klx/target"] if metric == "klx/error" else 1e-5
                 assert entry[metric] == pytest.approx(expected[metric], abs=tolerance), metric
-    # Some completions had no score, on the one process or on the other.
+    # Some completions had no score, on either process.
     assert alone["scaling"]["count"] < 24
 
 
@@ -154,7 +154,7 @@ def test_sharded_value_function_comes_back(name, sharded):
         assert whole["sharded"] and resumed["sharded"]
         assert len(whole["history"]) == 12 and resumed["history"] == whole["history"]
         assert_same_weights(resumed["values"], whole["values"])
-        # The file has the whole of it, not one process's part.
+        # The file holds the whole value function, not one process's part.
         assert_same_weights(saved, whole["values"])
     weights_file = "adapter_model.safetensors" if name == "lora" else "model.safetensors"
     loaded = load_file(folder / name / "checkpoint-12" / weights_file)

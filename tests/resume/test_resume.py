@@ -1,4 +1,4 @@
-"""Checkpoints and what comes back from them, also after `kill -9`."""
+"""Checkpoints and what is restored from them, also after `kill -9`."""
 
 import json
 import shutil
@@ -157,7 +157,7 @@ def test_moving_reference_is_in_a_file_of_its_own(adapter, tmp_path):
 @pytest.mark.parametrize("limit", [1, 2])
 def test_limit_spares_the_reference(limit, adapter, tmp_path):
     build_run("base", str(tmp_path), adapter, max_steps=2).train()
-    # Going on from there against another reference is a new start for KL control.
+    # Resuming with another reference restarts KL control.
     (tmp_path / "checkpoint-2" / "kl_state.json").unlink()
     fields = {"kl_penalty_reference_step": 2, "save_total_limit": limit}
     trainer = build_run("base", str(tmp_path), adapter, max_steps=8, **fields)
@@ -168,7 +168,7 @@ def test_limit_spares_the_reference(limit, adapter, tmp_path):
     assert trainer.args.save_total_limit == limit
     arguments = torch.load(tmp_path / "checkpoint-8" / "training_args.bin", weights_only=False)
     assert isinstance(arguments, TrainingArguments) and arguments.save_total_limit == limit
-    # And so the run can be resumed.
+    # So the run can be resumed.
     again = build_run("base", str(tmp_path), adapter, max_steps=10, **fields)
     again.train(resume_from_checkpoint=True)
     assert checkpoints(tmp_path) == ([2, 10] if limit == 1 else [2, 8, 10])
@@ -183,12 +183,12 @@ def test_limit_spares_the_best_checkpoint_too(adapter, tmp_path):
     trainer.state.global_step = 6
     trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-3")
     trainer._klx_rotate_checkpoints(str(tmp_path), 2, 2)
-    # As the host does it, the best one is among those that the limit counts.
+    # As in transformers, the limit counts the best checkpoint too.
     assert checkpoints(tmp_path) == [2, 3, 6]
 
 
 def test_limit_takes_later_steps_for_an_earlier_run(adapter, tmp_path):
-    # A new run in the folder of an old one: its first checkpoint is the newest although its number is the lowest.
+    # A new run in an old run's folder: its first checkpoint is the newest, although its number is the lowest.
     build_run("base", str(tmp_path), adapter, save_steps=2, max_steps=6).train()
     build_run(
         "base", str(tmp_path), adapter, kl_penalty_reference_step=6, save_total_limit=1, save_steps=3, max_steps=3
@@ -216,7 +216,7 @@ def test_a_new_run_does_not_write_over_its_reference(adapter, tmp_path):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """The checkpoint of a finished run, to be resumed for two more steps."""
+    """The checkpoint of a finished run, resumed for two more steps."""
     shutil.copytree(saved[1], tmp_path / "run" / "checkpoint-6")
     return tmp_path / "run"
 
@@ -242,7 +242,7 @@ def test_without_state_a_moving_reference_starts_from_the_policy_as_it_is(fields
     (folder / "checkpoint-6" / "kl_state.json").unlink()
     with pytest.warns(UserWarning, match="a moving reference starts from the policy as it is now"):
         trainer = resume(folder, adapter, name="base", **fields)
-    # The first batch after it is the policy's own. The run's first policy is some nats away.
+    # The first batch afterwards is on the reference. The run's initial policy is some nats away.
     assert logged(trainer, "klx/kl")[6] == pytest.approx(0.0, abs=1e-4)
 
 
@@ -338,7 +338,7 @@ def test_a_lost_moving_reference_is_refused(adapter, tmp_path):
 
 @pytest.mark.parametrize("fields", [{}, {"kl_penalty_reference_step": 0}], ids=["base", "step"])
 def test_a_new_adapter_need_not_start_from_the_same_noise(fields, tmp_path):
-    # Nobody seeds the adapter of a model that the user wraps, nor does TRL 1.14; what it starts from is overwritten.
+    # Neither the user's model nor TRL 1.14 seeds its new adapter, so its initial weights are overwritten.
     def build(seed):
         torch.manual_seed(seed)
         return build_trainer(
@@ -363,7 +363,7 @@ def test_a_new_adapter_need_not_start_from_the_same_noise(fields, tmp_path):
 
 
 def test_checkpoint_of_trl_with_a_second_adapter(tmp_path):
-    # TRL's RLOO keeps a copy of an adapter that it is given, and saves it in a subfolder.
+    # TRL's RLOO keeps a copy of a given adapter, and saves it in a subfolder.
     def build(trainer_class, **fields):
         return build_trainer(
             trainer_class, tmp_path, model=trained_lora(1, scale=0.1), save_strategy="steps", save_steps=3, **fields
@@ -387,6 +387,6 @@ def test_checkpoint_of_trl_with_a_second_adapter(tmp_path):
     with pytest.warns(UserWarning, match="holds no KL-control state"):
         second.train(resume_from_checkpoint=str(checkpoint))
     assert_same_weights(trained, restored)
-    # The trained adapter is the active one, and is what is saved.
+    # The trained adapter is active, and is the one that is saved.
     assert second.model.active_adapters == ["default"]
     assert not [path for path in (tmp_path / "checkpoint-4").iterdir() if path.is_dir()]

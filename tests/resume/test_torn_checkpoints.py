@@ -1,4 +1,4 @@
-"""No torn checkpoint is trusted: the newest whole one is used, and its files are checked without unpickling any."""
+"""No torn checkpoint is trusted: the newest complete one is used, and files are checked without unpickling any."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from trl_klx.checkpoints.integrity import checkpoint_fault, choose_checkpoint
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A finished run with a moving reference, and checkpoints of the steps 2, 4 and 6."""
+    """A finished run with a moving reference, and checkpoints at steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("whole")
     trainer = build_run("lag", str(folder), "")
     trainer.train()
@@ -28,7 +28,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def run(whole, tmp_path):
-    """A copy of it that may be torn."""
+    """A copy of the run, for tests that damage it."""
     return Path(shutil.copytree(whole[0], tmp_path / "run"))
 
 
@@ -57,7 +57,7 @@ TEARS = {
     "torn scheduler": ("scheduler.pt", truncate),
     "torn random state": ("rng_state.pth", truncate),
 }
-# Whoever reads them says what is wrong with them.
+# The code that reads these files reports what is wrong with them.
 OWN_TEARS = {
     "torn kl_state.json": ("kl_state.json", truncate),
     "empty kl_state.json": ("kl_state.json", empty),
@@ -178,7 +178,7 @@ def test_training_goes_on_from_the_whole_one(run, whole):
     history, weights = outcome(trainer)
     assert history == whole[1][0]
     assert_same_weights(weights, whole[1][1])
-    # And those that were torn have been written again.
+    # The torn checkpoints have been written again.
     assert [checkpoint_fault(str(run / f"checkpoint-{step}")) for step in (2, 4, 6)] == [None] * 3
 
 
@@ -199,7 +199,7 @@ def test_without_kl_control_the_choice_is_the_hosts(run):
 
 
 def test_a_checkpoint_is_not_whole_while_it_is_written_over(run, monkeypatch):
-    # A second run into the same folder that ends in the middle of its save: files of both would lie there.
+    # A second run into the same folder that stops in the middle of a save would leave files of both runs there.
     trainer = build_run("lag", str(run), "", seed=1, max_steps=2)
 
     def end(*args, **kwargs):

@@ -1,6 +1,6 @@
 """
-Small trainings that every engine must do alike: each trainer, against each kind of reference, on completions that depend
-on nothing but the prompt.
+Small trainings that every engine must run alike: each trainer with each kind of reference, on completions that depend
+only on the prompt.
 """
 
 import shutil
@@ -24,7 +24,7 @@ from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
 
 
 class Momentum:
-    """An optimizer with a state to save, but unlike Adam one that does not make a step of a rounding error."""
+    """An optimizer with a state to save that, unlike Adam, does not turn a rounding error into a step."""
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args, model=None):
@@ -59,7 +59,7 @@ REFERENCES = {
     "sync": {"kl_ref_sync_steps": 1, "kl_ref_mixup_alpha": 0.5},
 }
 
-# `trainer-policy-reference`, and after a further dash what is special about it.
+# `trainer-policy-reference`, then, after another dash, what is special about the case.
 CASES = {
     "grpo-lora-base": {},
     "grpo-lora-adapter": {"kl_placement": "loss"},
@@ -83,7 +83,7 @@ CASES = {
     "ppo-full-base": {},
     "ppo-full-base-frozen": {"num_layers_unfrozen": 1, "kl_statistic": "full"},
     "ppo-full-lag": {},
-    # The sampler is the engine's own, and has no choice.
+    # The engine brings its own sampler, which is deterministic here.
     "grpo-lora-adapter-sampled": {"top_k": 1},
     "rloo-lora-base-sampled": {"top_k": 1},
     "ppo-full-lag-sampled": {"top_k": 1},
@@ -91,12 +91,12 @@ CASES = {
 }
 
 
-# Cases that are also gone on with from a checkpoint in the middle.
+# Cases that are also resumed from a checkpoint in the middle.
 RESUMED = ("grpo-lora-lag", "grpo-lora-start-exact", "grpo-full-sync", "ppo-full-lag")
 
 
 def prepare(folder: Path) -> None:
-    """Save what the cases start from: a model, two adapters, a second model, and a value model."""
+    """Save the inputs of the cases: a model, two adapters, a second model, and a value model."""
     build_model().save_pretrained(folder / "base")
     torch.save(build_model().state_dict(), folder / "base.pt")
     build_tokenizer().save_pretrained(folder / "base")
@@ -112,14 +112,14 @@ def prepare(folder: Path) -> None:
 
 
 def reward(completion_ids, **kwargs) -> list[float]:
-    """A reward that differs from completion to completion."""
+    """A reward that differs between completions."""
     return [len(ids) / 3.0 + ids[0] / 20.0 for ids in completion_ids]
 
 
 def build_case(name: str, folder: Path, output: Path, processes: int, **overrides):
     """
-    The trainer of a case. Models are loaded after the config is there, as in users' scripts: ZeRO-3 then shards them
-    while they are loaded.
+    The trainer of a case. Models are loaded after the config is built, as in users' scripts, because ZeRO-3 then shards
+    them while they load.
     """
     kind, policy, reference, *special = name.split("-")
     trainer_class = TRAINERS[kind]
@@ -140,7 +140,7 @@ def build_case(name: str, folder: Path, output: Path, processes: int, **override
         "kl_horizon": 50,
     }
     if kind == "ppo":
-        # DeepSpeed clips policy and value function together, the others apart: here nothing is clipped.
+        # DeepSpeed clips policy and value function together, the other engines separately, so clipping is off here.
         rate = defaults["learning_rate"] / 5
         defaults |= {"num_generations": 1, "num_ppo_epochs": 1, "max_grad_norm": 1e3, "learning_rate": rate}
     args = trainer_class._config_class(**(defaults | fields))
@@ -166,7 +166,7 @@ def build_case(name: str, folder: Path, output: Path, processes: int, **override
 
 
 def series(trainer) -> list[dict[str, float]]:
-    """What was logged at each step about KL, coefficient, gradient and value function."""
+    """The logged KL, coefficient, gradient norm and value metrics of each step."""
     kept = ("klx/kl", "klx/coef", "klx/adjustment", "ppo/", "grad_norm", "reward")
     entries = [entry for entry in trainer.state.log_history if "klx/kl" in entry]
     return [{key: value for key, value in entry.items() if key.startswith(kept)} for entry in entries]

@@ -1,5 +1,5 @@
 """
-Start as a trainer's script would, say in which world, and whether it is the one that was asked for.
+Start as a training script would, and report the process group and whether it is the requested one.
 
     python engine_launch.py OUTPUT USE_CPU
 """

@@ -1,6 +1,6 @@
 """
-Train cases of `engine_cases.py` one after the other on the engine that this process was launched on. Each rank writes
-what it saw, and the policies are saved.
+Train cases of `engine_cases.py` one after another on the engine that launched this process. Each rank writes its results,
+and the policies are saved.
 
     python engine_run.py FOLDER OUTPUT ENGINE CASE...
 """
@@ -32,11 +32,11 @@ plain_init = AcceleratorState.__init__
 
 
 def init_fsdp(self, *args, **kwargs):
-    # Accelerate takes only process groups of GPUs for FSDP, and falls back to DDP without a word.
+    # Accelerate supports FSDP only for process groups of GPUs, and silently falls back to DDP otherwise.
     plain_init(self, *args, **kwargs)
     if self.distributed_type == DistributedType.MULTI_CPU:
         self.distributed_type = DistributedType.FSDP
-        self.fsdp_plugin = FullyShardedDataParallelPlugin()  # from what the launcher was told
+        self.fsdp_plugin = FullyShardedDataParallelPlugin()  # from the launcher's settings
 
 
 if engine == "fsdp2":
@@ -45,7 +45,7 @@ if engine.startswith("zero"):
     import deepspeed
     from deepspeed.comm import torch as comm
 
-    comm.build_shm_op = lambda: None  # a faster all-reduce between CPUs, which takes minutes to compile
+    comm.build_shm_op = lambda: None  # a faster all-reduce between CPUs that takes minutes to compile
     deepspeed.init_distributed(dist_backend="gloo")
 ENGINE_FIELDS = {
     "zero3": {"deepspeed": str(folder / "zero3.json")},
@@ -57,7 +57,7 @@ ENGINE_FIELDS = {
 
 
 def build(name: str, **overrides):
-    # Each run gets a state of its own, as it would have in a process of its own.
+    # Each run gets a new state, as it would in its own process.
     AcceleratorState._reset_state()
     place = output / "runs" / name
     return build_case(name, folder, place, processes, **ENGINE_FIELDS.get(engine, {}), **overrides)
@@ -85,7 +85,7 @@ def run(name: str) -> dict:
 
 
 def load_beside() -> float:
-    """How far a model that is loaded beside the policy is off from what was saved."""
+    """Largest difference between a model loaded next to the policy and the saved weights."""
     with loaded_whole():
         loaded = AutoModelForCausalLM.from_pretrained(folder / "base").state_dict()
     saved = torch.load(folder / "base.pt")

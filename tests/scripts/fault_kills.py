@@ -1,8 +1,8 @@
 """
-Kill training runs with `kill -9` at random moments, resume them, and compare them with runs that nobody killed.
+Kill training runs with `kill -9` at random moments, resume them, and compare them with uninterrupted runs.
 
-Usage: fault_kills.py FOLDER KILLS_PER_TRAINER SEED. Prints one JSON line per kill. Everything is imported once; each run
-is a fork of this process.
+Usage: fault_kills.py FOLDER KILLS_PER_TRAINER SEED. Prints one JSON line per kill. Everything is imported once; each
+run is a fork of this process.
 """
 
 import gc
@@ -32,7 +32,7 @@ from trl_klx.references.loading import saved_steps
 torch.set_num_threads(1)
 gc.freeze()
 
-# By trainer: its runs, and after how many steps each of them saves and ends.
+# By trainer: its runs, and the steps after which each run saves and ends.
 RUNS = {
     "GRPO": (["adapter", "lag", "full-sync", "step"], 2, 6),
     "RLOO": (["sync", "adapter-rloo"], 2, 6),
@@ -46,7 +46,7 @@ def build(trainer: str, run: str, folder: Path, adapter: str):
 
 
 def result(trainer) -> dict:
-    """All that must be the same after a kill: what was logged, the weights, and the state of everything that has one."""
+    """All that must be the same after a kill: the logs, the weights, and every state."""
     if hasattr(trainer, "_ppo_scaler"):
         found = ppo_outcome(trainer)
     else:
@@ -58,7 +58,7 @@ def result(trainer) -> dict:
 
 
 def differences(one: dict, other: dict) -> list[str]:
-    """The entries that differ by a bit."""
+    """The entries that are not equal to the bit."""
     tensors = ("weights", "reference")
     different = [key for key in one if key not in tensors and one[key] != other[key]]
     for key in tensors:
@@ -70,7 +70,7 @@ def differences(one: dict, other: dict) -> list[str]:
 
 
 def in_child(action) -> int:
-    """Run in a fork, which exits 0 unless it raised. Returns its process id."""
+    """Run in a fork, which exits with 0 unless it raises. Returns its process id."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -91,8 +91,8 @@ def ends(child: int) -> str:
 
 def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: int, delay: float | None) -> bool:
     """
-    Start a run and kill it `delay` seconds after it enters a phase with `step` steps done; without a delay, in the middle
-    of the save. Returns whether it was still running then.
+    Start a run and kill it `delay` seconds after it enters a phase with `step` steps done, or, without a delay, in the
+    middle of the save. Returns whether it was still running then.
     """
     reader, writer = os.pipe()
 
@@ -122,8 +122,8 @@ def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: i
 
 def came_too_late(folder: Path, phase: str, last: int) -> bool:
     """
-    Whether a run was over, its last checkpoint whole, or a kill outside of a save came into the next one. The former,
-    resumed, would train one step too many, as every run of the host does.
+    Whether the run was over with its last checkpoint complete, or a kill meant for a moment outside a save hit the next
+    one. If resumed, a finished run would train one step too many, as any run of transformers does.
     """
     newest = max(saved_steps(str(folder)), default=None)
     if newest is None:
@@ -133,7 +133,7 @@ def came_too_late(folder: Path, phase: str, last: int) -> bool:
 
 
 def train_whole(trainer: str, run: str, folder: Path, adapter: str, whole: Path) -> None:
-    """Train without interruption; keep the outcome, and how long each phase takes."""
+    """Train without interruption, and keep the outcome and the duration of each phase."""
     built = build(trainer, run, folder, adapter)
     lengths: dict[str, float] = {}
 
@@ -154,7 +154,7 @@ def train_whole(trainer: str, run: str, folder: Path, adapter: str, whole: Path)
 
 
 def resume(trainer: str, run: str, folder: Path, adapter: str, whole: Path, report: Path) -> None:
-    """Resume a killed run as a user would, and compare it with the whole one."""
+    """Resume a killed run as a user would, and compare it with the uninterrupted one."""
     found = {"resumed_from": None, "torn": None}
     built = build(trainer, run, folder, adapter)
     load = built._load_from_checkpoint
@@ -169,7 +169,7 @@ def resume(trainer: str, run: str, folder: Path, adapter: str, whole: Path, repo
         try:
             built.train(resume_from_checkpoint=True)
         except ValueError as error:
-            # Killed before the first checkpoint was whole.
+            # Killed before the first checkpoint was complete.
             found["refused"] = str(error)
             built = build(trainer, run, folder, adapter)
             built.train()
@@ -195,16 +195,16 @@ def main() -> None:
                 arguments = (trainer, run, root / f"{trainer}-{run}", adapter, whole)
                 assert ends(in_child(partial(train_whole, *arguments))) == "exit 0"
             if phase == "save":
-                step = draw.choice([every, 2 * every, last])  # the first one leaves nothing to resume from
+                step = draw.choice([every, 2 * every, last])  # the first save leaves nothing to resume from
             elif phase == "rollout":
-                step = every * draw.randrange(1, last // every)  # it begins where a checkpoint ends
+                step = every * draw.randrange(1, last // every)  # the phase begins where a checkpoint ends
             else:
                 step = draw.randrange(every, last)
             length = torch.load(whole, weights_only=False)["lengths"][phase]
             delay = draw.uniform(0.0, 0.9) * length
             if phase == "save" and number < len(PHASES):
-                delay = None  # so that each trainer has left a torn checkpoint, whatever the load of the machine
-            # Lengths were measured once, and the machine may have become faster since.
+                delay = None  # so that each trainer leaves a torn checkpoint, whatever the load of the machine
+            # Durations were measured once, and the machine may have become faster since.
             while not kill(trainer, run, folder, adapter, phase, step, delay) or came_too_late(folder, phase, last):
                 shutil.rmtree(folder)
                 delay /= 4

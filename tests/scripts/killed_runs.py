@@ -1,4 +1,4 @@
-"""Train every run of `resumption.py` in a process of its own that is killed on the way. Prints one signal per run."""
+"""Train every run of `resumption.py` in its own process, which is killed midway. Prints one signal per run."""
 
 import sys
 from pathlib import Path

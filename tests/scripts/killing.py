@@ -1,4 +1,4 @@
-"""Runs that are killed on the way, each in a process of its own."""
+"""Runs that are killed midway, each in its own process."""
 
 import gc
 import os
@@ -20,11 +20,11 @@ class KillAfterStep(TrainerCallback):
 
 
 def run_all(names: Iterable[str], train: Callable[[int, str], None]) -> None:
-    """Call `train` with the number and the name of each run, in a child process. Prints the signal that ended it."""
+    """Call `train` with the number and name of each run in a child process. Prints the signal that ended it."""
     torch.set_num_threads(1)
     gc.freeze()
     for number, name in enumerate(names):
-        # Forked before anything has run, so that each child starts afresh but need not import everything again.
+        # Forked before anything has run, so that each child has a fresh state without importing everything again.
         child = os.fork()
         if child == 0:
             train(number, name)

@@ -1,4 +1,4 @@
-"""In a process group: a callback whose trainer logs another KL on each rank, and the KL column of spread completions."""
+"""In a process group: a callback whose trainer logs a different KL on each rank, and the KL column of completions."""
 
 import gc
 import json

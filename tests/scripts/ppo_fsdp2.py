@@ -1,4 +1,4 @@
-"""PPO under FSDP2, whole and from a checkpoint in the middle. Each rank writes both outcomes."""
+"""PPO under FSDP2, uninterrupted and resumed from a checkpoint. Each rank writes both outcomes."""
 
 import gc
 import os
@@ -24,11 +24,11 @@ plain_init = AcceleratorState.__init__
 
 
 def init(self, *args, **kwargs):
-    # Accelerate takes only process groups of GPUs for FSDP, and falls back to DDP without a word.
+    # Accelerate supports FSDP only for process groups of GPUs, and silently falls back to DDP otherwise.
     plain_init(self, *args, **kwargs)
     if self.distributed_type == DistributedType.MULTI_CPU:
         self.distributed_type = DistributedType.FSDP
-        self.fsdp_plugin = FullyShardedDataParallelPlugin()  # from what the launcher was told
+        self.fsdp_plugin = FullyShardedDataParallelPlugin()  # from the launcher's settings
 
 
 AcceleratorState.__init__ = init

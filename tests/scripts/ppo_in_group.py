@@ -1,6 +1,6 @@
 """
-PPO in a process group: on one global batch of completions, and from a checkpoint in the middle of a run beside the run
-itself. Each rank writes what came of it.
+PPO in a process group: on one global batch of completions, and resumed from a checkpoint to compare with the
+uninterrupted run. Each rank writes its results.
 """
 
 import gc

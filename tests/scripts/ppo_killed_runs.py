@@ -1,4 +1,4 @@
-"""Train every PPO run that is to be resumed in a process of its own that is killed on the way. Prints one signal each."""
+"""Train every PPO run to be resumed in its own process, which is killed midway. Prints one signal per run."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ folder, adapter = sys.argv[1:]
 
 
 class KillInsideStep(TrainerCallback):
-    """After the gradients, before the optimizer."""
+    """Kill the process after the gradients, before the optimizer step."""
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if state.global_step == 10:

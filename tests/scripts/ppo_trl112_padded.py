@@ -1,8 +1,9 @@
 """
-A PPO script in the manner of TRL 1.12's example `ppo.py`: it adds a padding token to the tokenizer and leaves the
-embeddings as they are, so that padding has no row in them. The tests change its two imports and nothing else.
+A PPO script modelled on TRL 1.12's example `ppo.py`: it adds a padding token to the tokenizer without resizing the
+embeddings, so padding has no embedding. The tests change only its two imports.
 
-    python ppo_trl112_padded.py --dataset_name folder --sft_model_path sft --reward_model_path reward --output_dir out ...
+    python ppo_trl112_padded.py --dataset_name folder --sft_model_path sft --reward_model_path reward
+        --output_dir out ...
 """
 
 import shutil

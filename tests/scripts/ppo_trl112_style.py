@@ -1,6 +1,5 @@
 """
-A PPO script as they were written for TRL 1.12. It runs there as it stands; the tests change its two imports and nothing
-else.
+A typical PPO script for TRL 1.12. It runs there unchanged; the tests change only its two imports.
 
     python ppo_trl112_style.py --sft_model_path sft --reward_model_path reward --data prompts.json --output_dir out ...
 """
@@ -34,7 +33,7 @@ def main():
     reward_model = AutoModelForSequenceClassification.from_pretrained(training_args.reward_model_path, num_labels=1)
     value_model = AutoModelForSequenceClassification.from_pretrained(training_args.reward_model_path, num_labels=1)
     peft_config = get_peft_config(model_args)
-    # An adapter is its own reference once it is switched off.
+    # With an adapter, the policy with the adapter disabled is the reference.
     ref_policy = None
     if peft_config is None:
         ref_policy = AutoModelForCausalLM.from_pretrained(training_args.sft_model_path)

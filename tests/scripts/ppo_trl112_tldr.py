@@ -1,7 +1,6 @@
 """
-A PPO script in the manner of TRL 1.12's example `ppo_tldr.py`: a dataset with two splits, prompts filtered by length, an
-evaluation during training, and padding that has no row in the embeddings. The tests change its two imports and nothing
-else.
+A PPO script modelled on TRL 1.12's example `ppo_tldr.py`: a dataset with two splits, prompts filtered by length,
+evaluation during training, and padding without an embedding. The tests change only its two imports.
 
     python ppo_trl112_tldr.py --dataset_name folder --dataset_test_split validation --sft_model_path sft
         --reward_model_path reward --output_dir out --stop_token eos --eval_strategy steps --eval_steps 8 ...

@@ -1,4 +1,4 @@
-"""One of two processes of PPO with a reward model; the test checks what each has seen."""
+"""One of two processes of PPO with a reward model. The test checks what each process has seen."""
 
 import os
 import sys
@@ -17,14 +17,14 @@ from support.tiny_ppo import build_scorer
 
 
 def main(folder: str) -> None:
-    """In each of two processes: the model reads the rows of this process, and no others."""
+    """In each of two processes, the model reads only the rows of that process."""
     torch.set_num_threads(1)
     scorer, calls = watched_scorer()
     extras = {"reward_model": scorer, "rollout_func": scripted}
     trainer = record(folder, rewards=None, dataset=build_dataset(16), extras=extras)
     assert trainer.accelerator.num_processes == 2
     check_calls(calls, trainer.rollouts, 0)
-    # The rewards of all processes, and among them those of these rows, in their place.
+    # The rewards of all processes contain those of these rows, in the right place.
     first, plain = 8 * trainer.accelerator.process_index, build_scorer(seed=9)
     for rollout in trainer.rollouts:
         assert rollout["rewards"].shape == (16, 1)

@@ -1,6 +1,6 @@
 """
-In a process group: `kill` trains until rank 1 is killed; `compare` trains without interruption, resumes what was killed,
-and each rank writes both outcomes.
+In a process group: `kill` trains until rank 1 is killed. `compare` trains without interruption and resumes the killed
+run; each rank writes both outcomes.
 """
 
 import gc
@@ -40,7 +40,7 @@ else:
     whole = build("adapter", "whole")
     whole.train()
     compare("adapter", whole, build("adapter", "killed"))
-    # A moving reference, from a checkpoint of a run that came to its end.
+    # A moving reference, resumed from a checkpoint of a finished run.
     whole = build("lag", "moving")
     whole.train()
     compare("lag", whole, build("lag", "moving", save_strategy="no"))

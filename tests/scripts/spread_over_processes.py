@@ -1,4 +1,4 @@
-"""Run every case of `batchings.py` in this process group; each rank writes what it saw."""
+"""Run every case of `batchings.py` in this process group. Each rank writes its results."""
 
 import gc
 import json

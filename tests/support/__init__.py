@@ -1,1 +1,1 @@
-"""What the tests share: tiny models, recorders, oracles, and runs in processes of their own."""
+"""Helpers of the tests: tiny models, recorders, oracles, and runs in separate processes."""

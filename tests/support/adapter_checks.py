@@ -1,4 +1,4 @@
-"""Adapters that the tests save, change and look at."""
+"""Adapters that the tests save, change and inspect."""
 
 import json
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def make(seed: int, *, name: str = "default", config=None, model=None, **overrides) -> PeftModel:
-    """A policy whose every trainable weight does something."""
+    """A policy in which no trainable weight is zero."""
     model = build_model() if model is None else model
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -64,7 +64,7 @@ def flags(model) -> dict[str, bool]:
 
 
 def picture(model: PeftModel) -> dict:
-    """Everything that a refused adapter must leave as it was."""
+    """Everything that a refused adapter must leave unchanged."""
     return {
         "modules": [(name, type(module)) for name, module in model.named_modules()],
         "parameters": [(name, id(parameter)) for name, parameter in model.named_parameters()],

@@ -1,4 +1,4 @@
-"""The same generation batches, cut into micro-batches and spread over processes in several ways."""
+"""The same generation batches, split into micro-batches and over processes in several ways."""
 
 from support.tiny import (
     ScriptedGeneration,
@@ -12,13 +12,13 @@ from support.tiny import (
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 
 
-# Eight completions per generation batch in all of them.
+# All have eight completions per generation batch.
 CASES = {
     "grpo-batch": {"algorithm": "grpo", "kl_centering": "batch"},
     "grpo-batch-full": {"algorithm": "grpo", "kl_centering": "batch", "kl_statistic": "full", "kl_discount": 0.9},
     "grpo-batch-importance": {"algorithm": "grpo", "kl_centering": "batch", "kl_estimator": "importance"},
     "grpo-group": {"algorithm": "grpo", "kl_centering": "group"},
-    # One group that lies on all processes.
+    # One group that spans all processes.
     "grpo-wide-group": {"algorithm": "grpo", "kl_centering": "group", "num_generations": 8},
     "grpo-reward": {"algorithm": "grpo", "kl_placement": "reward", "num_generations": 8},
     "grpo-loss": {"algorithm": "grpo", "kl_placement": "loss"},
@@ -30,13 +30,13 @@ CASES = {
 
 
 def uneven_reward(completion_ids, **kwargs) -> list[float | None]:
-    """No score for some, and lengths that make the completions of a process unlike those of the other."""
+    """The share of even tokens, with no score for some completions."""
     rewards = reward_even_tokens(completion_ids)
     return [None if ids[0] % 5 == 0 else reward for ids, reward in zip(completion_ids, rewards, strict=True)]
 
 
 def run_case(case: dict, output_dir: str, micro_batches: int, processes: int) -> dict:
-    """Train for three steps; return every advantage that the loss saw, by prompt and completion, and the statistics."""
+    """Train for three steps. Returns the advantages that the loss saw, by prompt and completion, and the statistics."""
     fields = dict(case)
     grpo = fields.pop("algorithm") == "grpo"
     extras = {"rollout_func": scripted_rollout} if grpo else {}
@@ -52,7 +52,7 @@ def run_case(case: dict, output_dir: str, micro_batches: int, processes: int) ->
         kl_horizon=40,
         per_device_train_batch_size=8 // micro_batches // processes,
         gradient_accumulation_steps=micro_batches,
-        # Adam would turn the last bit of a gradient that is nearly 0 into a whole step.
+        # Adam would turn the rounding of a gradient near zero into a whole step.
         optim="sgd",
         learning_rate=1e-3,
         **fields,

@@ -1,4 +1,4 @@
-"""Every config field with its default and another sound value, and how the tests build configs."""
+"""Every config field with its default and another valid value, and builders of configs."""
 
 import pytest
 
@@ -7,9 +7,9 @@ from trl_klx import KLXGRPOConfig, KLXRLOOConfig
 
 CONFIGS = [KLXGRPOConfig, KLXRLOOConfig]
 BARE = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": []}
-# The table of the design: every field with its default, and another value that is sound by itself.
+# Every field with its default, and another value that is valid on its own.
 FIELDS = {
-    "kl_penalty_coef": (0.0, 0.1),
+    "kl_penalty_coef": (None, 0.1),
     "kl_penalty_reference_step": (None, 3),
     "kl_ref_adapter_path": (None, "some/adapter"),
     "kl_ref_lag": (None, 2),
@@ -31,6 +31,7 @@ FIELDS = {
     "kl_controller_kwargs": (None, {"clip": 0.3}),
     "kl_monitor": (False, True),
     "kl_warn_window": (100, 20),
+    "kl_lr_guard": (False, True),
 }
 ESTIMATORS = ["k1", "k2", "k3", "abs", "full", "trlx", "importance"]
 # The estimators that each placement can penalise, its default first.
@@ -44,8 +45,8 @@ REFERENCES = {
 }
 # Several optimizer steps per rollout, without which `kl_update_target` has nothing to skip.
 SEVERAL_STEPS = {"num_iterations": 2}
-# A run in which every controller setting is read.
-ADAPTIVE = {"kl_penalty_coef": 0.1, "kl_target": 6.0}
+# A run that reads every controller setting.
+ADAPTIVE = {"kl_penalty_coef": 0.1, "kl_target": 6.0, "kl_controller": "adaptive"}
 both_configs = pytest.mark.parametrize("config_class", CONFIGS)
 
 

@@ -40,7 +40,7 @@ def paths_in(value, here=()):
 
 
 def changed(data, content):
-    """The same JSON value with one part of it replaced or left out."""
+    """The JSON value with one part replaced or left out."""
     content = copy.deepcopy(content)
     path = data.draw(st.sampled_from([path for path in paths_in(content) if path]))
     place = content
@@ -64,7 +64,7 @@ def damaged_bytes(data, content: bytes) -> bytes:
 
 
 def damaged_header(data, content: bytes) -> bytes:
-    """Another header over the same data: names, shapes, types and offsets that were never written."""
+    """The same data under another header, with names, shapes, types and offsets that were never written."""
     (length,) = struct.unpack("<Q", content[:8])
     header = json.dumps(changed(data, json.loads(content[8 : 8 + length]))).encode()
     return struct.pack("<Q", len(header)) + header + content[8 + length :]

@@ -1,4 +1,4 @@
-"""The pages of the documentation as the tests see them: blocks of code in their order, and what runs them."""
+"""The pages of the documentation as the tests see them: code blocks in order, and the functions that run them."""
 
 import re
 import runpy
@@ -22,7 +22,7 @@ from trl_klx.references.kinds import _KINDS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-# Languages that no test runs, and why that is right.
+# Languages of blocks that are not run, and why.
 SHOWN = {
     "": "output of a command",
     "text": "output, compared with what the example above it prints",
@@ -38,9 +38,9 @@ class Block:
 
     Attributes:
         language, code (`str`):
-            What it holds.
+            Its content.
         title (`str` or `None`):
-            File as which the page shows it.
+            File name under which the page shows it.
         excuse (`str` or `None`):
             Why it is not run, from a comment `<!-- not run: ... -->` on the line above it.
     """
@@ -66,7 +66,7 @@ def prose(page: Path) -> str:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The command lines of a block, in words."""
+    """The command lines of a block, split into words."""
     for line in block.code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words:
@@ -75,7 +75,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 @contextmanager
 def registries_kept():
-    """Take back what the examples of a page register."""
+    """Undo what the examples of a page register."""
     registries = (_REGISTRY, _ESTIMATORS, _KINDS, _PLACEMENTS)
     before = [dict(registry) for registry in registries]
     try:
@@ -89,18 +89,18 @@ def registries_kept():
 @registries_kept()
 def run_page(page: Path, names: dict, monkeypatch, capsys) -> int:
     """
-    Run a page from top to bottom in the working directory. Returns the number of blocks that were run.
+    Run a page from top to bottom in the working directory. Returns the number of blocks run.
 
     Args:
         page (`Path`):
             The page.
         names (`dict`):
-            What its code may take for granted.
+            Names that its code takes for granted.
     """
     printed: list[str] = []
 
     def record(*values, sep=" ", end="\n"):
-        # Not what trainers print, which an example's output leaves out.
+        # Only what the example prints: its shown output leaves out what trainers print.
         printed.append(sep.join(map(str, values)) + end)
 
     space = names | {"__name__": f"docs_{page.stem}", "print": record}
@@ -115,10 +115,10 @@ def run_page(page: Path, names: dict, monkeypatch, capsys) -> int:
             exec(compile(block.code, str(page), "exec"), space)
             count += 1
         elif block.language == "diff":
-            # Of the two versions, the one that the page advises.
+            # Run the version that the page recommends.
             after = "\n".join(line[1:] for line in block.code.splitlines() if not line.startswith("-"))
             with monkeypatch.context() as patch:
-                # It is written for a GPU, and only built here, not trained.
+                # The script is written for a GPU; here its trainer is only built, not trained.
                 patch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
                 exec(compile(after, str(page), "exec"), space)
             count += 1
@@ -134,7 +134,7 @@ def run_page(page: Path, names: dict, monkeypatch, capsys) -> int:
 
 
 def run_command(words: list[str], monkeypatch, capsys) -> None:
-    """Run a command line of a page; of those that take long or need more than a CPU, check that they can be run."""
+    """Run a command line of a page. For one that takes long or needs a GPU, only check that it can be run."""
     tool, arguments = words[0], words[1:]
     if tool == "trl-klx":
         if arguments[0] in TRAINING:
@@ -146,7 +146,7 @@ def run_command(words: list[str], monkeypatch, capsys) -> None:
     elif tool == "pip":
         assert arguments[0] == "install", words
     elif words[:3] == ["python", "-m", "http.server"]:
-        pass  # serves for ever
+        pass  # serves forever
     elif tool in ("python", "accelerate"):
         scripts = [index for index, word in enumerate(arguments) if word.endswith(".py")]
         assert scripts, words
@@ -158,7 +158,7 @@ def run_command(words: list[str], monkeypatch, capsys) -> None:
 
 
 def _train_here(launch) -> None:
-    """What accelerate would start, in this process. Of several processes only the launch has been checked by now."""
+    """Run in this process what accelerate would launch. A launch of several processes is checked but not run."""
     from trl_klx.cli import script
 
     assert launch.training_script == train.SCRIPT
@@ -168,11 +168,11 @@ def _train_here(launch) -> None:
 
 
 def check_script(script: Path, arguments: list[str], monkeypatch, capsys) -> None:
-    """A script exists, and knows the flags that it is given."""
+    """Check that a script exists and knows the flags on its command line."""
     assert script.is_file(), script
     flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
     if script.parent.name != "recipes" and not flags:
-        return  # a benchmark without arguments begins to measure at once
+        return  # a benchmark without arguments starts measuring at once
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     monkeypatch.syspath_prepend(str(script.parent))
     capsys.readouterr()

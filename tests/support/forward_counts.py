@@ -1,4 +1,4 @@
-"""Counts the rows that pass through policy and reference."""
+"""Count the rows that pass through policy and reference."""
 
 import collections
 
@@ -11,7 +11,7 @@ def backbone(model):
 
 
 def who(model) -> str:
-    """Which policy a forward pass of a model is of: adapters may be off, or another one on."""
+    """Whether a forward pass is of the policy or of the reference: adapters may be off, or another one on."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if not layers:
         return "policy"
@@ -20,7 +20,7 @@ def who(model) -> str:
 
 
 def count_rows(trainer) -> collections.Counter:
-    """Rows that are scored by policy and reference, generation left out."""
+    """Rows scored by policy and reference, without generation."""
     rows = collections.Counter()
 
     def watch(model, owner):

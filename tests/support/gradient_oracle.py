@@ -1,10 +1,10 @@
 """
-A policy small enough to enumerate: every completion, its probability, and the exact gradient of what a penalty promises.
+A policy small enough to enumerate: every completion, its probability, and the exact gradient that a penalty promises.
 
-The policy is a Llama without layers, so that the next token depends on the last one alone, through a table of logits:
-`lm_head.weight`, the only weight that trains. Its probabilities are multiples of a quarter, so that one batch can hold each
-completion exactly as often as the policy samples it. The loss of that batch is then the loss in expectation, and its
-gradient, which the real trainer computes, can be compared with the gradient of an objective written down in closed form.
+The policy is a Llama without layers, so the next token depends only on the last one, through a table of logits:
+`lm_head.weight`, the only weight that trains. Its probabilities are multiples of a quarter, so one batch can hold each
+completion exactly as often as the policy samples it. The loss of that batch is then the expected loss, and its gradient,
+which the real trainer computes, can be compared with the gradient of an objective in closed form.
 """
 
 import math
@@ -23,10 +23,10 @@ EOS, PROMPT = 0, 4
 SAMPLED = 3  # the policy samples the first three symbols
 LENGTH = 3
 ROWS = 4**LENGTH
-# What can be sampled has at least this logit; what cannot has so low a one that its probability is exactly zero.
+# Tokens that can be sampled have at least this logit; the others have one so low that their probability is exactly 0.
 NEVER = -1e4
 
-# By the last token: probabilities of "<eos>", "a", "b".
+# For each last token, the probabilities of "<eos>", "a", "b".
 POLICY = {PROMPT: (0.25, 0.5, 0.25), 1: (0.25, 0.25, 0.5), 2: (0.5, 0.25, 0.25), EOS: (0.5, 0.25, 0.25)}
 REFERENCE = {PROMPT: (0.3, 0.2, 0.5), 1: (0.2, 0.65, 0.15), 2: (0.1, 0.3, 0.6), EOS: (0.5, 0.25, 0.25)}
 
@@ -57,7 +57,7 @@ def build_policy(probabilities=POLICY) -> LlamaForCausalLM:
         model.model.embed_tokens.weight.zero_()
         model.lm_head.weight.zero_()
         for token in range(len(SYMBOLS)):
-            # One direction for each token. The norm scales it to the root of the width.
+            # One direction per token. The norm scales it to the square root of the width.
             model.model.embed_tokens.weight[token, token] = 1.0
             logits = torch.full((len(SYMBOLS),), NEVER, dtype=torch.float64)
             logits[:SAMPLED] = torch.tensor(probabilities.get(token, POLICY[EOS]), dtype=torch.float64).log()
@@ -68,7 +68,7 @@ def build_policy(probabilities=POLICY) -> LlamaForCausalLM:
 
 
 def completions() -> list[list[int]]:
-    """Every completion: it ends with EOS, or is as long as allowed."""
+    """Every completion. Each ends with EOS or has the maximum length."""
     done, open_ = [], [[]]
     for _ in range(LENGTH):
         longer = [[*start, token] for start in open_ for token in range(SAMPLED)]
@@ -78,7 +78,7 @@ def completions() -> list[list[int]]:
 
 
 def population(prompts: list[str], trainer) -> dict:
-    """Every completion as often as the first policy samples it."""
+    """Every completion, as often as the initial policy samples it."""
     batch = []
     for ids in completions():
         probability = 1.0
@@ -90,7 +90,7 @@ def population(prompts: list[str], trainer) -> dict:
 
 
 class WithPopulation:
-    """For a trainer that takes no `rollout_func`."""
+    """[`population`] for a trainer that takes no `rollout_func`."""
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         return population(prompt_ids, self)["completion_ids"]
@@ -98,21 +98,21 @@ class WithPopulation:
 
 @dataclass
 class Step:
-    """What one optimizer step saw: the table of logits before it, and the gradient that the trainer computed."""
+    """One optimizer step: the table of logits before it, and the gradient that the trainer computed."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
 
 
 def no_reward(completions, **kwargs) -> list[float]:
-    """All alike, so that the penalty alone trains."""
+    """The same reward for all, so that only the penalty trains."""
     return [0.0] * len(completions)
 
 
 def recorded_steps(trainer_class, output_dir, *, rewards=no_reward, extras=None, prepare=None, **fields) -> list[Step]:
     """
-    Train on populations, as many steps as the config says, and return what each step saw. `extras` goes to the trainer,
-    `prepare` is called with it before it trains.
+    Train on populations and return every optimizer step. `extras` goes to the trainer, and `prepare` is called with the
+    trainer before it trains.
     """
     steps: list[Step] = []
 
@@ -144,7 +144,7 @@ def recorded_steps(trainer_class, output_dir, *, rewards=no_reward, extras=None,
             "learning_rate": 0.05,
             "lr_scheduler_type": "constant",
         }
-        # Undo what PPO does beyond the penalty: baselines, whitening, the value function's own loss.
+        # Disable what PPO does besides the penalty: baselines, whitening, and the value loss.
         | ({"whiten_advantages": False, "vf_coef": 0.0, "lam": 1.0} if ppo else {})
         | fields,
     )
@@ -182,7 +182,7 @@ class Exact:
 
     Args:
         weight (`torch.Tensor`):
-            The table as it is now; objectives are differentiated with respect to it.
+            The current table. Objectives are differentiated with respect to it.
         rollout (`torch.Tensor`):
             The table that the batch was sampled with.
     """
@@ -196,7 +196,7 @@ class Exact:
 
     @staticmethod
     def all_paths() -> list[list[tuple[int, int]]]:
-        """Every completion as pairs of the last token and the next one."""
+        """Every completion as pairs of last token and next token."""
         return [list(zip([PROMPT, *ids[:-1]], ids, strict=True)) for ids in completions()]
 
     @staticmethod
@@ -212,7 +212,7 @@ class Exact:
         return torch.zeros_like(self.weight) if gradient is None else gradient
 
     def expected(self, value) -> torch.Tensor:
-        """Mean over the completions of the rollout of what `value` says of one."""
+        """Mean of `value` over the completions of the rollout."""
         return sum(self._sum(self.old, path).exp() * value(path) for path in self.paths)
 
     def _ratio(self, step) -> torch.Tensor:
@@ -222,26 +222,26 @@ class Exact:
         """Log-ratio of the rollout's policy to the reference."""
         return (self.old[step] - self.ref[step]).item()
 
-    # ---- Objectives of the policy as it is now ----
+    # ---- Objectives of the current policy ----
 
     def reverse_kl(self) -> torch.Tensor:
         """KL(policy || reference) of whole completions."""
         return sum(self._sum(self.logps, p).exp() * self._sum(self.logps - self.ref, p) for p in self.paths)
 
     def token_kl(self) -> torch.Tensor:
-        """KL(policy || reference) of the next token, summed over the states that the rollout visited."""
+        """KL(policy || reference) of the next token, summed over the states visited by the rollout."""
         kl = (self.logps.exp() * (self.logps - self.ref)).sum(-1)
         return self.expected(lambda path: sum(kl[last] for last, _ in path))
 
     def forward_token_kl(self) -> torch.Tensor:
-        """KL(reference || policy) of the next token, summed over the states that the rollout visited."""
+        """KL(reference || policy) of the next token, summed over the states visited by the rollout."""
         kl = (self.ref.exp() * (self.ref - self.logps)).sum(-1)
         return self.expected(lambda path: sum(kl[last] for last, _ in path))
 
-    # ---- Objectives that charge what was measured at the rollout: the policy gradient of a constant ----
+    # ---- Objectives that charge the KL measured at the rollout: the policy gradient of a constant ----
 
     def charged(self, weights) -> torch.Tensor:
-        """Sum over the tokens of a completion of the ratio times `weights(path, place)`, constants of the rollout."""
+        """Sum of the ratio times `weights(path, place)` over a completion's tokens. The weights are constants."""
         return self.expected(lambda path: sum(self._ratio(s) * weights(path, t) for t, s in enumerate(path)))
 
     def charged_by_token(self, charge=k1) -> torch.Tensor:
@@ -249,26 +249,26 @@ class Exact:
         return self.charged(lambda path, t: charge(self._drift(path[t])))
 
     def charged_to_go(self, discount: float, charge=k1) -> torch.Tensor:
-        """Each token is charged for the discounted KL from it on."""
+        """Each token is charged for its discounted KL-to-go."""
         return self.charged(
             lambda path, t: sum(discount**i * charge(self._drift(step)) for i, step in enumerate(path[t:]))
         )
 
     def charged_within(self, charge=k1) -> torch.Tensor:
-        """Each token is charged for its own KL less the mean of its completion."""
+        """Each token is charged for its own KL minus the mean over its completion."""
         return self.charged(
             lambda path, t: charge(self._drift(path[t])) - sum(charge(self._drift(s)) for s in path) / len(path)
         )
 
     def charged_by_sequence(self, charge=k1) -> torch.Tensor:
-        """A completion is charged for its KL, through the ratio of the whole completion."""
+        """Each completion is charged for its KL, through the ratio of the whole completion."""
         return self.expected(lambda path: self._sum(self.logps - self.old, path).exp() * self._charge_of(path, charge))
 
     def charged_by_mean_ratio(self, centered_over: str, charge=k1) -> torch.Tensor:
         """
-        Each token of a completion is charged alike, through the mean ratio of the completion: for its KL less the mean
-        over completions, or for the mean KL of its tokens less the mean over all tokens, or less nothing. A mean matters
-        off policy, where this ratio is biased.
+        All tokens of a completion are charged alike, through the mean ratio of the completion: for its KL minus the mean
+        over completions, or for the mean KL of its tokens, with or without the mean over all tokens subtracted. The
+        mean matters off policy, where this ratio is biased.
         """
         kl, length = (self.expected(f).item() for f in (lambda path: self._charge_of(path, charge), len))
 
@@ -288,7 +288,7 @@ class Exact:
 
 
 def cosine_and_scale(found: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
-    """Cosine of the angle between two gradients, and how much longer the first is."""
+    """Cosine of the angle between two gradients, and the ratio of their lengths."""
     if wanted.norm() == 0 or found.norm() == 0:
         return float(found.norm() == wanted.norm()), 1.0
     cosine = (found * wanted).sum() / (found.norm() * wanted.norm())

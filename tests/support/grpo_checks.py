@@ -1,4 +1,4 @@
-"""What the tests of GRPO expect of a run, worked out a second time."""
+"""What the tests of GRPO expect of a run, computed independently."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from support.oracle import centered, centering_sets, counting, discounted, kl_of
 from support.tiny import build_model, logged, lora, scripted_rollout
 
 
-# What can be penalised through rewards and advantages, and in the loss.
+# Estimators that can be penalised through rewards and advantages, and in the loss.
 ESTIMATORS = ("k1", "importance")
 LOSS_ESTIMATORS = ("k3", "k2", "full")
 LORA = {"peft_config": lora()}
@@ -17,8 +17,8 @@ ACCUMULATED = {"gradient_accumulation_steps": 2}
 
 def check_advantages(trainer, reference, estimator="k1", discount=0.0, coefs=None, apart=False) -> None:
     """
-    Every advantage that TRL's loss saw is TRL's own plus the centered adjustment, to 1e-5. With `apart`, TRL's own are left
-    as they were, and the adjustment is a term next to TRL's loss.
+    Every advantage that TRL's loss saw is TRL's own plus the centered adjustment, to 1e-5. With `apart`, TRL's advantages
+    are unchanged, and the adjustment is a separate term of the loss.
     """
     centering, temperature = trainer.args.kl_centering, trainer.args.temperature
     coefs = logged(trainer, "klx/coef") if coefs is None else coefs
@@ -41,7 +41,7 @@ def check_advantages(trainer, reference, estimator="k1", discount=0.0, coefs=Non
 
 
 def check_statistic(trainer, batches: list[dict], name: str) -> None:
-    """What was logged is the mean over completions of the summed KL, worked out a second time."""
+    """The logged KL is the mean over completions of the summed KL, computed independently."""
     kls = logged(trainer, "klx/kl")
     for batch, kl in zip(batches, kls, strict=True):
         expected = kl_of_tokens(batch["policy"], build_model(), batch, name, trainer.args.temperature)
@@ -56,7 +56,7 @@ def rollout_with_tools(prompts, trainer):
 
 
 def check_adaptive_trace(trainer, completions: int, horizon: float = 100.0, clip: float = 0.2) -> None:
-    """The coefficient of each batch follows from that of the batch before it, by Ziegler's rule."""
+    """Each batch's coefficient follows from the previous one by Ziegler's rule."""
     coefs, kls, target = logged(trainer, "klx/coef"), logged(trainer, "klx/kl"), trainer.args.kl_target
     assert coefs[0] == trainer.args.kl_penalty_coef
     for now, after, kl in zip(coefs, [*coefs[1:], trainer.kl_controller.value], kls, strict=True):

@@ -11,7 +11,7 @@ from support.tiny import WORDS
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
-# What every run of a recipe in a test is given.
+# Flags of every recipe run in the tests.
 ON_CPU = [
     "--use_cpu",
     "--bf16=False",
@@ -31,8 +31,8 @@ def dialogue(index: int) -> dict[str, str]:
 
 
 def save_models(folder: Path) -> None:
-    """A policy and a reward model, and two that do not serve: one with two labels, one with another tokenizer."""
-    # Byte-level, as real ones are: stop texts are matched through it.
+    """Save a policy, a reward model, and two unusable models: one with two labels, one with another tokenizer."""
+    # Byte-level, like real tokenizers: stop strings are matched through it.
     tokenizer = hh_bootstrap.train_tokenizer([dialogue(index) for index in range(28)], 300, 128)
     settings = {
         "vocab_size": len(tokenizer),

@@ -1,4 +1,4 @@
-"""Scripts in processes of their own."""
+"""Launch scripts in separate processes."""
 
 import os
 import subprocess

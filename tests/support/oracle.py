@@ -1,4 +1,4 @@
-"""What KL control should do, worked out a second time: plain transformers, plain loops, nothing from the package."""
+"""What KL control should do, computed independently: plain transformers, plain loops, nothing from the package."""
 
 import math
 
@@ -10,7 +10,7 @@ def plain_model(policy, adapter: str | None = "default"):
     """The policy as a plain transformers model: the weights copied, an adapter merged by hand."""
     peft = isinstance(policy, PeftModel)
     base = policy.get_base_model() if peft else policy
-    # The run that is watched must not notice.
+    # The observed run must not be affected.
     with torch.random.fork_rng():
         plain = type(base)(base.config)
     if not peft:
@@ -36,7 +36,7 @@ def plain_model(policy, adapter: str | None = "default"):
 
 
 def log_distributions(model, batch: dict, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs of every token of the vocabulary at every position of the completions, `(B, T, V)`."""
+    """Log-probs of every vocabulary token at every position of the completions, `(B, T, V)`."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     images = {name: batch[name] for name in ("pixel_values",) if name in batch}
@@ -109,7 +109,7 @@ def centered(
 
 
 def centering_sets(centering: str, rows: int, generations: int, micro_batch: list[int]) -> list[list[int]] | None:
-    """The rows that share a mean. `micro_batch` are those of one micro-batch."""
+    """The rows that share a mean. `micro_batch` holds the rows of one micro-batch."""
     everything = list(range(rows))
     return {
         "none": None,

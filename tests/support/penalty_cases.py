@@ -1,4 +1,4 @@
-"""Every combination of trainer, placement, estimator and centering, and what each accepted one promises to follow."""
+"""Every combination of trainer, placement, estimator and centering, and the gradient that each accepted one follows."""
 
 import itertools
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from trl_klx.maths.estimators import KL_ESTIMATORS
 from trl_klx.trainers.field_rules import KL_CENTERINGS, KL_PLACEMENTS
 
 
-# Tokens of the population, by which TRL's default loss divides.
+# Number of tokens in the population, by which TRL's default loss divides.
 TOKENS = 144
 
 
@@ -70,17 +70,17 @@ def is_accepted(case: Case, output_dir) -> bool:
 @dataclass(frozen=True)
 class Promise:
     """
-    What a combination follows.
+    What the penalty of a combination follows.
 
     Attributes:
         follows (`str`):
-            What the docs say of the first step on a rollout.
+            What the docs say about the first step on a rollout.
         later (`str`):
-            What they say of further steps on it.
+            What the docs say about further steps on it.
         objective (`torch.Tensor`):
             The objective, as a function of the policy.
         factor (`float`):
-            What the trainer's loss multiplies its gradient with.
+            Factor by which the trainer's loss scales its gradient.
     """
 
     follows: str
@@ -96,8 +96,8 @@ AS_MEASURED, AS_IT_IS = "as measured at the rollout", "as it is then"
 
 
 def promised(case: Case, exact: Exact) -> Promise:
-    # By default TRL's GRPO loss is a mean over all tokens. With a baseline of the other completions, RLOO's advantages
-    # are that much larger than with one of all.
+    # By default TRL's GRPO loss is a mean over all tokens. RLOO's baseline leaves out the completion itself, which makes
+    # its advantages larger by ROWS / (ROWS - 1).
     factor = 1.0 if case.trainer == "RLOO" else ROWS / TOKENS
     if case.placement == "loss":
         return Promise(PART, AS_IT_IS, exact.token_kl(), factor)
@@ -121,5 +121,5 @@ def promised(case: Case, exact: Exact) -> Promise:
     return Promise(PART, AS_MEASURED, exact.charged_by_token(charge), factor)
 
 
-# Of the discounted charges, one centering stands for all: discounting comes before centering.
+# With discounting, one centering stands for all, because discounting comes before centering.
 CASES = [case for case in every_case() if case.discount == 0.0 or case.centering == "batch"]

@@ -1,4 +1,4 @@
-"""What the tests of PPO expect of a rollout and of its losses, worked out a second time."""
+"""What the tests of PPO expect of a rollout and its losses, computed independently."""
 
 import math
 
@@ -19,7 +19,7 @@ from support.tiny_ppo import (
 )
 
 
-# Two rollouts of 8 completions, each gone through twice in two mini-batches of two micro-batches.
+# Two rollouts of 8 completions, each used for two epochs of two mini-batches with two micro-batches.
 SETTINGS = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 4,
@@ -45,7 +45,7 @@ def plain_scores(rollout: dict) -> list[float | None]:
 
 
 def check_rollout(trainer, rollout, reference, scores=None, value_model=None) -> tuple[list[dict], list[dict]]:
-    """Values, returns and advantages of a rollout are those of the plain loops, to 1e-5. Returns the latter two."""
+    """Values, returns and advantages match the plain loops, to 1e-5. Returns advantages and returns."""
     args, length = trainer.args, rollout["completion_ids"].size(1)
     values = values_by_hand(rollout["value"], rollout["policy"], rollout, value_model)
     kl = kl_by_hand(rollout, reference, args.temperature)
@@ -72,8 +72,8 @@ def check_rollout(trainer, rollout, reference, scores=None, value_model=None) ->
 
 def check_losses(trainer, reference, scores=None, value_model=None, term=None) -> None:
     """
-    Every micro-batch's loss is that of the plain loops, to 1e-5. `term` gives what a micro-batch and its rollout add to it,
-    which can be large, so that part of the tolerance is then relative.
+    Every micro-batch's loss matches the plain loops, to 1e-5. `term` returns what a micro-batch and its rollout add to
+    the loss. It can be large, so part of the tolerance is then relative.
     """
     args = trainer.args
     assert trainer.losses
@@ -90,7 +90,7 @@ def check_losses(trainer, reference, scores=None, value_model=None, term=None) -
             clip=args.cliprange,
             value_clip=args.cliprange_value,
         )
-        # All real tokens of the rollout, whether they have a score or not, spread over its mini-batches.
+        # All real tokens of the rollout, scored or not, divided over its mini-batches.
         tokens = sum(len(row) for row in counting(rollout)) / args.num_mini_batches
         total = policy_loss + args.vf_coef * value_loss + (0.0 if term is None else term(micro, rollout))
         relative = None if term is None else 1e-5

@@ -1,4 +1,4 @@
-"""Runs whose reference the tests look at."""
+"""Runs whose references the tests inspect."""
 
 import copy
 import shutil
@@ -13,12 +13,12 @@ from trl_klx import KLXGRPOTrainer
 
 
 PENALTY = {"kl_penalty_coef": 0.1}
-# Large enough that a few steps tell one step's policy from the next, at any tolerance below.
+# Large enough to tell one step's policy from the next at every tolerance below.
 FAST = {"learning_rate": 3e-2, "max_steps": 4}
 
 
 class Steps(TrainerCallback):
-    """Keeps the policy's weights as they were after each step."""
+    """Keeps the policy's weights after each step."""
 
     def __init__(self):
         self.after: dict[int, dict[str, torch.Tensor]] = {}
@@ -35,7 +35,7 @@ class Steps(TrainerCallback):
 
 
 class Watched:
-    """Keeps the log-probs that the trainer uses for its reference, with the tokens that they belong to."""
+    """Keeps the reference log-probs that the trainer uses, with their tokens."""
 
     def __init__(self, *args, **kwargs):
         self.seen: list[dict] = []
@@ -72,7 +72,7 @@ def run(output_dir, *, model=None, peft=None, trainer_class=WatchedGRPOTrainer, 
 
 
 def trained_policy(seed: int = 3, name: str = "default", model=None, **overrides) -> PeftModel:
-    """A policy that arrives with an adapter that was trained before."""
+    """A policy that comes with a trained adapter."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         policy = get_peft_model(build_model() if model is None else model, lora(**overrides), adapter_name=name)
@@ -92,7 +92,7 @@ def logps_of(model, seen: dict, temperature: float = 1.0) -> torch.Tensor:
 
 
 def assert_used(seen: dict, model, temperature: float = 1.0) -> None:
-    """The log-probs that were used are those of `model`, wherever there is a token."""
+    """The log-probs that were used match those of `model` at every real token."""
     there = seen["mask"][:, -seen["keep"] :].bool()
     assert there.any()
     expected = logps_of(model, seen, temperature)
@@ -104,19 +104,19 @@ def differ(one, other, seen: dict) -> bool:
 
 
 def rebuilt(trainer, step: int, **overrides):
-    """The policy after a step, from its kept weights, on a model that the trainer has never seen."""
+    """The policy after a step, rebuilt from its kept weights on a model that the trainer has never seen."""
     model = build_model(**overrides)
     if isinstance(trainer.model, PeftModel):
         (name,) = trainer.model.active_adapters
         model = get_peft_model(model, copy.deepcopy(trainer.model.peft_config[name]), adapter_name=name)
-    # A reference with targets of its own wraps more modules, which then have longer names.
+    # A reference with its own targets wraps more modules, which then have longer names.
     kept = {name.replace(".base_layer", ""): weight for name, weight in trainer.steps.after[step].items()}
     model.load_state_dict({name: kept[name.replace(".base_layer", "")] for name in model.state_dict()})
     return model
 
 
 def save_adapter(folder: Path) -> str:
-    """An adapter with another rank and other targets than the policies of these tests have."""
+    """An adapter whose rank and targets differ from those of the policies in these tests."""
     trained_policy(seed=5, r=6, target_modules=["k_proj", "down_proj", "q_proj"]).save_pretrained(folder)
     return str(folder)
 
@@ -130,7 +130,7 @@ def save_checkpoints(folder: Path) -> dict[str, Path]:
 
 
 def borrowed(folder: Path, tmp_path: Path) -> Path:
-    """The checkpoints of another run, in an output folder of one's own."""
+    """Copy the checkpoints of another run into a new output folder."""
     shutil.copytree(folder, tmp_path / "run")
     return tmp_path / "run"
 

@@ -1,4 +1,4 @@
-"""Runs that can be killed and resumed, the same in the tests' own process and in those that they start."""
+"""Runs that can be killed and resumed, the same in the tests' process and in the processes that they start."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 
 STEPS, SAVE_STEPS = 6, 2
 
-# By name: how the policy is trained, and against which reference. `{adapter}` stands for a saved adapter.
+# By name: how the policy is trained, and its reference. `{adapter}` stands for a saved adapter.
 RUNS = {
     "adapter": {"kl_ref_adapter_path": "{adapter}"},
     "adapter-rloo": {"algorithm": "rloo", "kl_ref_adapter_path": "{adapter}", "kl_placement": "reward"},
@@ -24,7 +24,7 @@ RUNS = {
 
 
 def build_run(name: str, output_dir: str, adapter: str, **overrides):
-    """A run with a controller and a drift window that have much to remember."""
+    """A run whose controller and drift window have a lot of state."""
     fields = {
         "kl_penalty_coef": 0.2,
         "kl_controller": "pid",
@@ -52,8 +52,8 @@ def build_run(name: str, output_dir: str, adapter: str, **overrides):
 
 
 def outcome(trainer) -> tuple[list[dict], dict]:
-    """All that was logged from the first step on, and the weights at the end."""
-    # The last entry sums up the part of the run that was in this process.
+    """All logs since the first step, and the final weights."""
+    # The last entry summarises only the part of the run in this process.
     return history(trainer)[:-1], weights(trainer)
 
 
@@ -62,7 +62,7 @@ def kill_self() -> None:
 
 
 def deadly_reward(step: int):
-    """A reward function that ends its process while the batch after optimizer step `step` is being scored."""
+    """A reward function that kills its process while scoring the batch after optimizer step `step`."""
 
     def reward(completion_ids, trainer_state, **kwargs):
         if trainer_state.global_step == step:

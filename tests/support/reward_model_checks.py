@@ -32,7 +32,7 @@ def record(output_dir, **settings) -> BatchesPPOTrainer:
 
 
 def watched_scorer(**overrides) -> tuple[torch.nn.Module, list[dict]]:
-    """A reward model, and what it is called with."""
+    """A reward model, and the record of its calls."""
     scorer, calls = build_scorer(seed=9, **overrides), []
 
     def keep(module, args, kwargs):
@@ -53,7 +53,7 @@ def sampled_rows(rollout: dict) -> list[list[int]]:
 
 
 def check_calls(calls: list[dict], rollouts: list[dict], pad: int) -> None:
-    """One call for each rollout, with its rows and nothing but padding to their right."""
+    """The model is called once per rollout, on its rows, with only padding to their right."""
     assert len(calls) == len(rollouts) > 0
     for call, rollout in zip(calls, rollouts, strict=True):
         assert call.keys() == {"input_ids", "attention_mask"}

@@ -1,4 +1,4 @@
-"""Builders shared by the tests and by the scripts that the tests launch in processes of their own."""
+"""Builders shared by the tests and by the scripts that the tests launch in separate processes."""
 
 import copy
 import random
@@ -40,7 +40,7 @@ def build_model(seed: int = 0, **overrides) -> Qwen2ForCausalLM:
         "eos_token_id": 1,
         "bos_token_id": 2,
         "tie_word_embeddings": False,
-        # Wide enough that a few steps move the policy by a KL that can be told from rounding.
+        # Wide enough that a few steps move the policy by a KL well above rounding.
         "initializer_range": 0.3,
     } | overrides
     with torch.random.fork_rng():
@@ -62,7 +62,7 @@ def reward_even_tokens(completion_ids, **kwargs) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
-# What every run here sets: CPU, one process, nothing reported, every step logged.
+# Settings of every run: CPU, one process, no reporting, every step logged.
 RUN = {
     "use_cpu": True,
     "bf16": False,
@@ -81,7 +81,7 @@ RUN = {
 
 
 def config_class_of(trainer_class):
-    """The config that a trainer of TRL, or of ours, takes."""
+    """The config class of a trainer of TRL or of ours."""
     ours = getattr(trainer_class, "_config_class", None)
     if ours is not None:
         return ours
@@ -115,7 +115,7 @@ def train(trainer_class, output_dir, **settings):
 
 
 def trained_lora(seed: int, model=None, scale: float = 0.3, **overrides) -> PeftModel:
-    """A policy with an adapter that does something: no weight of it is 0."""
+    """A policy with an adapter in which no weight is 0."""
     policy = get_peft_model(build_model() if model is None else model, lora(**overrides))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -130,7 +130,7 @@ EVAL_TIMINGS = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_secon
 
 
 def history(trainer, drop: str | None = None) -> list[dict]:
-    """What was logged, without timings and, with `drop`, without the metrics of that prefix."""
+    """The logs without timings and, with `drop`, without the metrics of that prefix."""
     skip = TIMINGS | EVAL_TIMINGS
     return [
         {key: value for key, value in entry.items() if key not in skip and not (drop and key.startswith(drop))}
@@ -139,7 +139,7 @@ def history(trainer, drop: str | None = None) -> list[dict]:
 
 
 def logged(trainer, name: str) -> list[float]:
-    """One metric, over the steps at which it was logged."""
+    """The logged values of one metric."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
@@ -155,13 +155,13 @@ def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
     assert not different, f"{len(different)} of {len(one)} weights differ, first {different[0]}"
 
 
-# ---- What passes through TRL's own methods ----
+# ---- Recording what passes through TRL's methods ----
 
 
 class Recorder:
     """
-    Put between a KLX trainer and its TRL parent, it keeps what the parent's generation returned and what the parent's
-    loss worked with.
+    Sits between a KLX trainer and its TRL parent, and keeps what the parent's generation returns and what the parent's
+    loss receives.
     """
 
     def __init__(self, *args, **kwargs):
@@ -179,14 +179,14 @@ class Recorder:
 
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
-        # After the loss, because ours sets the advantages in the middle of it.
+        # After the loss, because our trainer sets the advantages during it.
         seen = {"loss": loss.detach().clone(), "beta": self.beta, "rollout": len(self.generated) - 1}
         self.losses.append(seen | inputs)
         return loss
 
 
 class TotalRecorder:
-    """Put on top of a KLX trainer, it adds to each recorded loss what the trainer made of it."""
+    """Sits on top of a KLX trainer, and adds the trainer's final loss to each record."""
 
     def _compute_loss(self, model, inputs):
         total = super()._compute_loss(model, inputs)
@@ -195,16 +195,16 @@ class TotalRecorder:
 
 
 def recording(trainer_class):
-    """The trainer with a [`Recorder`] between it and TRL's. Recorded or not, it trains the same."""
+    """The trainer with a [`Recorder`] between it and TRL's. Recording does not change training."""
     host = GRPOTrainer if issubclass(trainer_class, GRPOTrainer) else RLOOTrainer
     below = type(f"Recorded{host.__name__}", (Recorder, host), {})
-    # The recorder hands advantages per token on to TRL's loss.
+    # The recorder passes per-token advantages on to TRL's loss.
     fields = {"takes_token_advantages": True}
     return type(f"Recording{trainer_class.__name__}", (TotalRecorder, trainer_class, below), fields)
 
 
 def watch_projections(monkeypatch) -> list[tuple]:
-    """The arguments of every call of TRL's projection to log-probs, from now on."""
+    """Record the arguments of every call of TRL's projection to log-probs from now on."""
     inner, calls = trl_utils._ChunkedLogProbFunction, []
 
     class Watched:
@@ -217,18 +217,18 @@ def watch_projections(monkeypatch) -> list[tuple]:
     return calls
 
 
-# ---- Rollouts that depend on nothing but the prompt ----
+# ---- Rollouts that depend only on the prompt ----
 
 
 def scripted_completion(prompt: str, generation: int) -> list[int]:
-    """A completion of 2 to 6 tokens, some ended by EOS, that is a function of the prompt and its place in the group."""
+    """A completion of 2 to 6 tokens, sometimes ended by EOS, determined by the prompt and its place in the group."""
     draw = random.Random(f"{prompt}|{generation}")
     tokens = [draw.randrange(len(SPECIALS), len(SPECIALS) + len(WORDS)) for _ in range(draw.randrange(2, 7))]
     return tokens[:-1] + [1] if draw.random() < 0.5 else tokens
 
 
 def scripted_rollout(prompts: list[str], trainer) -> dict:
-    """A `rollout_func` of [`scripted_completion`]s, the same however the batch is spread over processes."""
+    """A `rollout_func` of [`scripted_completion`]s, the same however the batch is split over processes."""
     training = trainer.model.training
     generations = trainer.num_generations if training else trainer.num_generations_eval
     first = trainer.accelerator.process_index * len(prompts)
@@ -241,7 +241,7 @@ def scripted_rollout(prompts: list[str], trainer) -> dict:
 
 
 class ScriptedGeneration:
-    """[`scripted_rollout`] for a trainer that takes no `rollout_func`: it stands in the place of the sampler."""
+    """[`scripted_rollout`] for a trainer that takes no `rollout_func`: it replaces the sampler."""
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         prompts = self.processing_class.batch_decode(prompt_ids)

@@ -1,4 +1,4 @@
-"""PPO for the tests: tiny trainers that remember what they did, and PPO worked out a second time in plain loops."""
+"""PPO for the tests: tiny trainers that record what they do, and an independent PPO in plain loops."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 def build_ppo(output_dir, trainer_class=KLXPPOTrainer, *, num_generations=1, **settings):
-    """A PPO trainer on the tiny model, one completion per prompt unless told otherwise; see [`build_trainer`]."""
+    """A PPO trainer on the tiny model, by default with one completion per prompt; see [`build_trainer`]."""
     return build_trainer(trainer_class, output_dir, num_generations=num_generations, **settings)
 
 
@@ -42,7 +42,7 @@ def train_ppo(output_dir, trainer_class=KLXPPOTrainer, **settings):
 
 
 def build_scorer(seed: int = 0, **overrides) -> LlamaForSequenceClassification:
-    """A reward or value model: one number per token, read at the last one by those who want one per text."""
+    """A reward or value model: one number per token. As a reward model it is read at the last token."""
     settings = {
         "vocab_size": len(WORDS) + len(SPECIALS),
         "hidden_size": 16,
@@ -80,7 +80,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-# ---- Rollouts that depend on nothing but the prompt ----
+# ---- Rollouts that depend only on the prompt ----
 
 
 def completion_of(prompt: str) -> list[int]:
@@ -90,7 +90,7 @@ def completion_of(prompt: str) -> list[int]:
 
 
 def rollout_with_tools(prompts: list[str], trainer) -> dict:
-    """Completions in which an environment wrote some tokens: at the start, in the middle, at the end, or none."""
+    """Completions with tokens written by an environment: at the start, in the middle, at the end, or none."""
     completions = [completion_of(prompt) for prompt in prompts]
     masks = []
     for prompt, ids in zip(prompts, completions, strict=True):
@@ -107,11 +107,11 @@ def rollout_with_tools(prompts: list[str], trainer) -> dict:
     }
 
 
-# ---- A trainer that remembers ----
+# ---- A trainer that records ----
 
 
 class RecordingPPOTrainer(KLXPPOTrainer):
-    """Keeps every rollout, and every micro-batch that went through the loss, with the weights of that moment."""
+    """Keeps every rollout, and every micro-batch of the loss, each with the weights at that moment."""
 
     def __init__(self, *args, **kwargs):
         self.rollouts: list[dict] = []
@@ -130,7 +130,7 @@ class RecordingPPOTrainer(KLXPPOTrainer):
         return self._snapshot[1] | {"coef": 0.0 if self.kl_controller is None else self.kl_controller.value}
 
     def scaled(self, value: dict[str, torch.Tensor]) -> dict:
-        """The weights of the value function, with the units in which it counts."""
+        """The weights of the value function, and the units of its values."""
         return value | {"mean": float(self.value_function.scale.mean), "std": float(self.value_function.scale.std)}
 
     def _generate_and_score_completions(self, inputs):
@@ -172,7 +172,7 @@ class RecordingPPOTrainer(KLXPPOTrainer):
 
 
 def branch_by_hand(state: dict, policy):
-    """The policy with the top layers of the value head and, if it has any, without the final norm."""
+    """The policy with the value head's top layers and, if there are any, without the final norm."""
     layers = {name.removeprefix("layers."): state[name] for name in state if name.startswith("layers.")}
     count = len({name.split(".")[0] for name in layers})
     if not count:
@@ -183,7 +183,7 @@ def branch_by_hand(state: dict, policy):
     for name, weight in layers.items():
         owner, _, last = name.rpartition(".")
         module = top.get_submodule(owner)
-        # Not a parameter any more, so that gradients reach the weights that were given.
+        # No longer a parameter, so that gradients reach the given weights.
         del module._parameters[last]
         setattr(module, last, weight)
     return branch
@@ -191,7 +191,7 @@ def branch_by_hand(state: dict, policy):
 
 @torch.no_grad()
 def values_by_hand(state: dict, policy, batch: dict, value_model=None) -> torch.Tensor:
-    """Value before each completion token, `(B, T)`: from the head's weights, or from those of a value model."""
+    """Value before each completion token, `(B, T)`, from the weights of the head or of a value model."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     length = batch["completion_ids"].size(1)
@@ -223,7 +223,7 @@ def kl_by_hand(batch: dict, reference, temperature: float) -> torch.Tensor:
 
 
 def advantages_by_hand(batch, kl, values, scores, *, coef, gamma, lam) -> tuple[list[dict], list[dict]]:
-    """Advantages and returns of each completion, by position. A score of `None` is a completion that does not train."""
+    """Advantages and returns of each completion, by position. A completion whose score is `None` does not train."""
     advantages, returns = [], []
     for row, positions in enumerate(counting(batch)):
         positions = positions if scores[row] is not None else []
@@ -248,7 +248,7 @@ def whitened(rows: list[dict]) -> list[dict]:
 
 
 def as_tensor(rows: list[dict], length: int) -> torch.Tensor:
-    """Rows by position as `(B, T)`, 0 where there is nothing."""
+    """Rows by position as a `(B, T)` tensor, 0 where a row has no entry."""
     return torch.tensor([[row.get(t, 0.0) for t in range(length)] for row in rows], dtype=torch.float64)
 
 
@@ -256,8 +256,8 @@ def losses_by_hand(
     micro, rollout, advantages, returns, values, *, temperature, clip, value_clip
 ) -> tuple[float, float]:
     """
-    Sums over the tokens of a micro-batch of PPO's clipped policy loss and of half its clipped value loss, the latter in
-    units of the returns.
+    PPO's clipped policy loss, and half its clipped value loss in units of the returns, each summed over the tokens of a
+    micro-batch.
     """
     with torch.no_grad():
         logps = sampled_logps(micro["policy"], micro, temperature)
@@ -275,10 +275,10 @@ def losses_by_hand(
     return policy_loss, value_loss
 
 
-# ---- Runs that can be killed, resumed, and spread over processes ----
+# ---- Runs that can be killed, resumed, and split over processes ----
 
 
-# By name: what is trained, and against which reference. `{adapter}` stands for a saved adapter.
+# By name: what is trained, and its reference. `{adapter}` stands for a saved adapter.
 RESUMED_RUNS = {
     "head": {},
     "value_model": {"value_model": True, "reward_scaling": "ref"},
@@ -290,7 +290,7 @@ RESUMED_RUNS = {
 
 
 def build_resumed_run(name: str, output_dir: str, adapter: str, **overrides):
-    """Three rollouts of four steps with a checkpoint after each, and much to remember."""
+    """Three rollouts of four steps with a checkpoint after each, and a lot of state."""
     fields = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -319,9 +319,9 @@ def build_resumed_run(name: str, output_dir: str, adapter: str, **overrides):
 
 
 def ppo_outcome(trainer) -> dict:
-    """All that was logged from the first step on, the weights at the end, and the state of the reward scaling."""
+    """All logs since the first step, the final weights, and the state of the reward scaling."""
     return {
-        # The last entry sums up the part of the run that was in this process.
+        # The last entry summarises only the part of the run in this process.
         "history": history(trainer)[:-1],
         "weights": weights(trainer),
         "scaling": trainer._ppo_scaler.state_dict(),
@@ -349,7 +349,7 @@ def spread_rollout(prompts: list[str], trainer) -> dict:
 
 
 def length_reward(completion_ids, **kwargs) -> list[float | None]:
-    """A reward that differs from completion to completion, and from the one process to the other."""
+    """A reward that differs between completions and between processes."""
     return [None if ids[0] % 7 == 0 else len(ids) + ids[0] / 10.0 for ids in completion_ids]
 
 
@@ -357,7 +357,7 @@ def run_spread(name: str, output_dir: str, processes: int) -> dict:
     fields = {"kl_penalty_coef": 0.2, **SPREAD_RUNS[name]}
     extras = {"rollout_func": spread_rollout}
     if fields.pop("lora", False):
-        # Not zero from the start, or there would be no gradient for one of the two factors.
+        # Not zero at the start, or one of the two factors would get no gradient.
         fields["model"] = trained_lora(seed=1, scale=0.03)
     if fields.pop("value_model", False):
         extras["value_model"] = build_scorer(seed=3)
@@ -368,7 +368,7 @@ def run_spread(name: str, output_dir: str, processes: int) -> dict:
         max_steps=6,
         # Adam would turn the rounding of a gradient near zero into a step.
         optim="sgd",
-        # A policy that moves further would magnify the rounding in the KL of its updates.
+        # A policy that moves further would amplify the rounding in the KL of its updates.
         learning_rate=0.05,
         vf_coef=0.5,
         reward_scaling="running",
@@ -390,7 +390,7 @@ def run_spread(name: str, output_dir: str, processes: int) -> dict:
 
 
 def padded_tokenizer(build=build_tokenizer):
-    """A tokenizer whose padding was added to it, but not to any model."""
+    """A tokenizer with an added padding token that no model embeds."""
     tokenizer = build()
     rows = len(tokenizer)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})

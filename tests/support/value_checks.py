@@ -1,4 +1,4 @@
-"""What the tests of the value function look at."""
+"""Checks for the tests of the value function."""
 
 import pytest
 

@@ -135,8 +135,8 @@ def _is_weights(name: str) -> bool:
 
 def _own_fault(folder: str) -> str | None:
     """
-    Say what is wrong with the files that a KLX trainer adds. It is no fault if there are none, because TRL's trainer
-    may have written the checkpoint.
+    Say what is wrong with the files that a KLX trainer adds. Having none is not a fault, because TRL's trainer may
+    have written the checkpoint.
     """
     try:
         read_kl_state(folder)
@@ -179,7 +179,7 @@ def _read_json(path: str, name: str) -> Any:
 
 def _check_safetensors(path: str, name: str) -> None:
     try:
-        # Opening reads only the header, and compares the length it implies with that of the file.
+        # Opening reads only the header, and checks the file's length against it.
         with safe_open(path, framework="pt"):
             pass
     except (OSError, SafetensorError) as error:
@@ -191,7 +191,7 @@ def _check_shards(path: str, name: str, names: list[str]) -> None:
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict):
         raise TornCheckpointError(f"its `{name}` lists no weights")
-    # Compared with the folder's own files, so a path that leads out of the folder counts as missing.
+    # Only the folder's own files count, so a path that leads out of the folder is missing.
     missing = sorted(set(map(str, shards.values())) - set(names))
     if missing:
         raise TornCheckpointError(f"it has no `{missing[0]}`")

@@ -152,7 +152,7 @@ def _check_identity(reference: KLReference, saved: dict[str, Any], checkpoint: s
     if now != then:
         raise ValueError(
             f"The KL reference is not the one that the checkpoint {checkpoint!r} was trained against: it was {saved}, "
-            f"and now is {reference.identity}. Set the reference fields as they were, or start a new run from this "
+            f"and is now {reference.identity}. Set the reference fields as they were, or start a new run from this "
             "checkpoint's weights."
         )
 

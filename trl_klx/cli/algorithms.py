@@ -1,4 +1,4 @@
-"""The training commands: the script of TRL, our config, our trainer and the parser of each."""
+"""The training commands: TRL's script, our config, our trainer and the parser of each."""
 
 from dataclasses import dataclass, fields
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Writes a run's log while it trains, so that `trl-klx plot --follow` does not have to wait for a checkpoint."""
+"""Writing a run's log while it trains, so that `trl-klx plot --follow` need not wait for a checkpoint."""
 
 import os
 import time
@@ -18,7 +18,7 @@ class LiveStateCallback(TrainerCallback):
 
     Args:
         every (`float`, *optional*, defaults to `2.0`):
-            Minimum time between two writes, in seconds. The end of the training is always written.
+            Minimum time between two writes, in seconds. The final state is always written.
     """
 
     def __init__(self, every: float = 2.0):

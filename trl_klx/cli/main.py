@@ -16,7 +16,7 @@ TRAINING = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO"}
 REPORTS = {
     "plot": "plot the curves of one or more runs, once or while they train",
     "compare": "compare runs in a table: reward, KL, distance to the target, coefficient",
-    "references": "list the steps and adapters of a run that can serve as KL reference",
+    "references": "list the steps and adapters of a run that can serve as the KL reference",
     "controllers": "list the KL controllers, or simulate them on the KL that a run recorded",
 }
 

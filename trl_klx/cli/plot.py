@@ -76,7 +76,7 @@ def run(args: Namespace) -> int:
 
 
 def follow(paths: Sequence[str], output: Path, metrics: Sequence[str] | None, interval: float) -> int:
-    """Redraw whenever a run has logged, until every run is done. Runs that have not started yet are waited for."""
+    """Redraw whenever a run has logged, until every run is done. Wait for runs that have not started yet."""
     seen: list[tuple[str, int]] | None = None
     waiting: str | None = None
     try:
@@ -128,7 +128,7 @@ def draw(runs: Sequence[Run], output: Path, metrics: Sequence[str] | None = None
     known = metric_names(runs)
     unknown = [name for name in metrics or () if name not in known]
     if unknown:
-        raise CLIError(f"{unknown[0]!r} was not logged. Logged were: {', '.join(known) or 'none'}.", code=2)
+        raise CLIError(f"{unknown[0]!r} was not logged. Logged metrics: {', '.join(known) or 'none'}.", code=2)
     names = list(metrics or known)
     if not names:
         raise CLIError(f"{str(runs[0].file)!r} holds no curves: nothing has been logged yet.")
@@ -150,7 +150,7 @@ def _draw_panel(axis: "Axes", name: str, runs: Sequence[Run]) -> None:
         steps, values = one.series(name)
         marker = "." if len(values) < 30 else None
         axis.plot(steps, values, color=f"C{index}", marker=marker, linewidth=1.2, label=one.name)
-    # Each target gets its band. If all runs have the same target, there is one grey band.
+    # Each target gets a band. If all runs have the same target, they share one grey band.
     targets = {index: one.target for index, one in enumerate(runs) if one.target is not None and one.kl_key == name}
     shared = len(set(targets.values())) == 1
     for index, target in list(targets.items())[: 1 if shared else None]:

@@ -1,6 +1,6 @@
 """
-List the steps and adapters in an output directory that can serve as KL reference: the hash that checkpoints store for
-each of them, and the config lines that choose it. For those that cannot serve, say why.
+List the steps and adapters in an output directory that can serve as the KL reference, each with the hash that
+checkpoints store for it and the config lines that choose it. For those that cannot serve, say why.
 
 Weights are read only from safetensors; nothing is unpickled. Whether an adapter's weights fit the policy is checked
 when the training starts.
@@ -34,7 +34,7 @@ UNREADABLE = (
 @dataclass(frozen=True)
 class Candidate:
     """
-    A folder whose weights may serve as reference.
+    A folder whose weights may serve as the reference.
 
     Attributes:
         folder (`Path`):
@@ -123,7 +123,7 @@ def _shards(folder: Path) -> list[Path]:
 
 def examine(folder: Path, root: Path, read: Callable[[int], object] = lambda size: None) -> Candidate:
     """
-    Find out whether the weights in a folder can serve as reference.
+    Find out whether the weights in a folder can serve as the reference.
 
     Args:
         folder (`Path`):

@@ -109,7 +109,7 @@ def read_run(path: str, name: str | None = None) -> Run:
         except (OSError, ValueError) as error:
             problems.append(f"{str(file)!r} cannot be read ({error})")
     if not runs:
-        raise CLIError(problems[0] + ". Is it being written just now? Try again.")
+        raise CLIError(problems[0] + ". If it is being written, try again.")
     return _newest(runs, name)
 
 
@@ -124,8 +124,8 @@ def state_files(path: str) -> list[Path]:
     files = [folder / STATE_FILE for folder in [root, *checkpoints] if (folder / STATE_FILE).is_file()]
     if not files:
         raise CLIError(
-            f"{path!r} holds no `{STATE_FILE}`, neither itself nor in a `checkpoint-N`. Every checkpoint has one: set "
-            "`save_strategy` to something other than 'no', call `trainer.save_state()`, or train with `trl-klx`."
+            f"{path!r} holds no `{STATE_FILE}`, and neither does a `checkpoint-N` in it. Every checkpoint has one: "
+            "set `save_strategy` to something other than 'no', call `trainer.save_state()`, or train with `trl-klx`."
         )
     return files
 

@@ -48,7 +48,7 @@ def run(name: str, argv: list[str]) -> int:
     # Launched as a module, because a script's folder would come before the user's modules in `sys.path`.
     launch = launcher.parse_args([*launch_args, "--module", SCRIPT, *forwarded])
     if launch.training_script != SCRIPT:
-        raise CLIError(f"unexpected argument {launch.training_script!r}. Fields are given as `--field value`.", code=2)
+        raise CLIError(f"unexpected argument {launch.training_script!r}. Pass fields as `--field value`.", code=2)
     try:
         launch_command(launch)
     except subprocess.CalledProcessError as error:
@@ -119,7 +119,7 @@ def _accelerate_config(launch_args: list[str]) -> list[str]:
 
 
 def _without_booleans(launcher: ArgumentParser, words: list[str]) -> list[str]:
-    """Turn flags from a YAML file into flags of the launcher, whose switches take no value."""
+    """Turn flags from a YAML file into flags of the launcher. Its switches take no value."""
     result: list[str] = []
     for flag, value in zip(words[::2], words[1::2], strict=True):
         action = launcher._option_string_actions.get(flag)

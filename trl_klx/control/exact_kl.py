@@ -19,16 +19,16 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 def lm_head(model: nn.Module, temperature: float) -> Head:
     """
     The map from hidden states to fp32 logits at the sampling temperature. It keeps the weights that the head has now,
-    because an adapter may bring its own head, which is there only while the adapter is active. Gradients reach the head's
-    weights unless they are sharded.
+    because an adapter may bring its own head, which is there only while the adapter is active. Gradients reach the
+    head's weights unless they are sharded.
     """
     base = causal_lm(model)
     config = base.config.get_text_config()
     head = base.get_output_embeddings()
     if isinstance(head, BaseTunerLayer):
         raise ValueError(
-            "The 'full' KL cannot be used with an adapter on the LM head, which changes logits beyond its weights. Take "
-            "the LM head out of `target_modules`, or use 'k3' (`kl_estimator`, `kl_statistic`)."
+            "The 'full' KL cannot be used with an adapter on the LM head, which changes logits beyond its weights. "
+            "Take the LM head out of `target_modules`, or use 'k3' (`kl_estimator`, `kl_statistic`)."
         )
     weight, bias = join_parts(head.weight), getattr(head, "bias", None)
     bias = None if bias is None else join_parts(bias)
@@ -48,8 +48,8 @@ def check_trains_through_head(model: nn.Module) -> None:
     weight = causal_lm(model).get_output_embeddings().weight
     if weight.requires_grad and is_sharded(weight):
         raise ValueError(
-            "`kl_estimator='full'` cannot be used with `kl_placement='loss'` while FSDP2 or ZeRO-3 shards an LM head that "
-            "is trained: the term would put no gradient on it. Use 'k3', or train an adapter."
+            "`kl_estimator='full'` cannot be used with `kl_placement='loss'` while FSDP2 or ZeRO-3 shards an LM head "
+            "that is trained: the term would put no gradient on it. Use 'k3', or train an adapter."
         )
 
 
@@ -66,7 +66,8 @@ def check_lm_head(
 ) -> bool:
     """
     Compare the log-probs that [`lm_head`] gives for one completion with those of the trainer. Some architectures scale
-    their logits; one that is not known here must not be measured wrongly. Returns whether there was anything to compare.
+    their logits; one that is not known here must not be measured wrongly. Returns whether there was anything to
+    compare.
     """
     assert scored.hidden is not None and scored.logps is not None
     # First what every process must take part in where the head is sharded.

@@ -90,8 +90,8 @@ def _trl_with(name: str, value: object) -> Iterator[None]:
 
 def narrow_tiles(device: torch.device) -> AbstractContextManager[None]:
     """
-    Let TRL's LM head work on narrower tiles of logits. TRL's tiles, of up to 4096 tokens and 32768 words, suit its kernel
-    for GPUs. On a CPU, half a dozen tensors of that size are most of the memory of a step, and fit no cache.
+    Let TRL's LM head work on narrower tiles of logits. TRL's tiles, of up to 4096 tokens and 32768 words, suit its
+    kernel for GPUs. On a CPU, half a dozen tensors of that size are most of the memory of a step, and fit no cache.
     """
     return _trl_with(_TILE_WIDTH, 512) if device.type == "cpu" else nullcontext()
 

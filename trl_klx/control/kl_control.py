@@ -1,27 +1,23 @@
 """KL control of one run: which KL is measured, what it says, and how the coefficient follows."""
 
 import functools
-import logging
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from ..controllers.advice import KLAdviser
 from ..controllers.base import BatchMeasurement, KLController
-from ..controllers.drift import DriftMonitor
 from ..maths._tensors import wide_dtype
 from ..maths.estimators import estimate_full_kl, estimate_kl, full_kl_and_logps
 from ..maths.totals import kl_totals, sum_kl_per_sequence
 from ..references.base import KLReference
 from .exact_kl import Head
 from .rollout import Rollout, Scored, TokenKL
-from .step_clock import StepClock
+from .steering import Steering
 
 
-class KLControl:
+class KLControl(Steering):
     """
     Owns the controller, the reference, the statistic and the drift diagnostics of a run, and their state. It needs no
     trainer:
@@ -42,22 +38,10 @@ class KLControl:
             Estimator that is penalised.
         statistic (`str`, *optional*, defaults to `"k3"`):
             Estimator that is logged and that drives the controller.
-        unit (`str`, *optional*, defaults to `"sequence"`):
-            Unit of the target and of the statistic: `"sequence"` or `"token"`.
-        target (`float`, *optional*):
-            KL to hold, in nats.
-        drift ([`DriftMonitor`], *optional*):
-            Drift diagnostics.
-        adviser ([`KLAdviser`], *optional*):
-            Advice on what the controller cannot do.
-        penalises (`bool`, *optional*, defaults to `True`):
-            Whether the coefficient is applied. If `False`, the KL is only measured.
-        name (`str`, *optional*, defaults to `"fixed"`):
-            Name of the controller in the registry, kept in the state.
         ignored (`tuple[int, ...]`, *optional*, defaults to `()`):
             Tokens whose KL neither counts nor pays.
-        logger (`logging.Logger` or `logging.LoggerAdapter`, *optional*):
-            Where warnings and advice go. If unset, the logger of this module.
+        settings:
+            Further arguments of [`Steering`].
     """
 
     def __init__(
@@ -67,28 +51,14 @@ class KLControl:
         *,
         estimator: str = "k1",
         statistic: str = "k3",
-        unit: str = "sequence",
-        target: float | None = None,
-        drift: DriftMonitor | None = None,
-        adviser: KLAdviser | None = None,
-        penalises: bool = True,
-        name: str = "fixed",
         ignored: tuple[int, ...] = (),
-        logger: "logging.Logger | logging.LoggerAdapter[logging.Logger] | None" = None,
+        **settings: Any,
     ):
-        self.controller = controller
+        super().__init__(controller, **settings)
         self.reference = reference
         self.estimator = estimator
         self.statistic = statistic
-        self.unit = unit
-        self.target = target
-        self.drift = drift
-        self.adviser = adviser
-        self.penalises = penalises
-        self.name = name
         self.ignored = ignored
-        self.clock = StepClock()
-        self.logger = logging.getLogger(__name__) if logger is None else logger
 
     # ---- One generation batch ----
 
@@ -195,8 +165,8 @@ class KLControl:
         self, rollout: Rollout, reduce: Callable[[torch.Tensor], torch.Tensor], train: bool
     ) -> dict[str, float]:
         """
-        Close a generation batch: take its sums over all processes and, in training, update coefficient and drift. This is
-        the one wait for the device per generation batch.
+        Close a generation batch: take its sums over all processes and, in training, update coefficient and drift. This
+        is the one wait for the device per generation batch.
 
         Args:
             rollout ([`Rollout`]):
@@ -221,79 +191,21 @@ class KLControl:
             metrics |= {"target": self.target, "error": kl / self.target - 1.0}
         if self.penalises:
             metrics["saturated"] = float(self.controller.saturated)
+        if self.guards_lr:
+            metrics["lr_factor"] = self.clock.lr_factor
         if "adjustment" in sums:
             metrics["adjustment_abs_mean"] = sums["adjustment"][0] / tokens
         if train:
             # A KL that is not a number teaches nothing: the steps that led to it count towards the next one.
             steps = self.clock.pop() if math.isfinite(kl) else (0.0, None)
-            self._learn(_measurement(kl, per, sums, *steps), rollout.coef)
+            self.learn(_measurement(kl, per, sums, *steps), rollout.coef)
         return metrics
-
-    def _learn(self, batch: BatchMeasurement, coef: float) -> None:
-        if self.penalises:
-            self.controller.observe(batch)
-        warning = None if self.drift is None else self.drift.update(batch.kl)
-        advice = None if self.adviser is None else self.adviser.update(batch, coef)
-        for text in (warning, advice):
-            if text is not None:
-                self.logger.warning(text)
-
-    def sum_up(self) -> None:
-        """Say in one line whether the target was held."""
-        if self.adviser is not None:
-            summary = self.adviser.summary()
-            self.logger.log(logging.INFO if summary.startswith("KL held") else logging.WARNING, summary)
 
     # ---- State ----
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain JSON values."""
-        return {
-            "controller": {
-                "name": self.name,
-                "init_coef": self.controller.init_coef,
-                "state": self.controller.state_dict(),
-            },
-            "drift": None if self.drift is None else self.drift.state_dict(),
-            "advice": None if self.adviser is None else self.adviser.state_dict(),
-            "clock": self.clock.state_dict(),
-            "reference": self.reference.identity,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
-        """
-        Restore controller and drift. The reference is not loaded, but must be the one of the state.
-
-        Args:
-            state (`Mapping[str, Any]`):
-                What [`~KLControl.state_dict`] returned.
-            source (`str`):
-                Where it comes from, for messages.
-        """
-        self._load_controller(state["controller"], source)
-        self.clock.load_state_dict(state.get("clock"), source)
-        for name, part in (("drift", self.drift), ("advice", self.adviser)):
-            if part is not None and state.get(name) is not None:
-                try:
-                    part.load_state_dict(state[name])
-                except (TypeError, ValueError) as error:
-                    what = "drift window" if name == "drift" else "advice"
-                    raise ValueError(f"Cannot resume: the {what} in {source!r} is not valid ({error})") from error
-
-    def _load_controller(self, saved: Mapping[str, Any], source: str) -> None:
-        settings = {"name": self.name, "init_coef": self.controller.init_coef}
-        changed = {key: saved.get(key) for key, value in settings.items() if saved.get(key) != value}
-        if changed:
-            warnings.warn(
-                f"The KL controller was changed since the checkpoint {source!r} ({changed} then, {settings} now): it "
-                "starts from the config.",
-                stacklevel=4,
-            )
-            return
-        try:
-            self.controller.load_state_dict(saved.get("state"))  # type: ignore[arg-type]
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"Cannot resume: the controller state in {source!r} is not valid ({error}).") from error
+        """What a checkpoint keeps, as plain JSON values. The reference is not loaded from it, but compared."""
+        return super().state_dict() | {"reference": self.reference.identity}
 
 
 def _measurement(

@@ -9,8 +9,8 @@ from ..maths.estimators import wide_dtype
 
 class Sums:
     """
-    Sums by name, each a few numbers. Adding to them does not wait for the device. They are exact however the items were
-    split into batches, steps and processes.
+    Sums by name, each a few numbers. Adding to them does not wait for the device. They are exact however the items
+    were split into batches, steps and processes.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,8 @@ class Sums:
 
     def pop(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, list[float]]:
         """
-        Take the sums over all processes, and start again from nothing. Every process must call this, with the same names.
+        Take the sums over all processes, and start again from nothing. Every process must call this, with the same
+        names.
 
         Args:
             reduce (`Callable`):
@@ -44,7 +45,8 @@ def mean(total: float, count: float) -> float:
 
 def explained_variance(count: float, total: float, squares: float, _: float, error: float, errors: float) -> float:
     """
-    `1 - Var(R - V) / Var(R)` from count, sum and sum of squares of the returns `R` and of `R - V`; 0 if `R` does not vary.
+    `1 - Var(R - V) / Var(R)` from count, sum and sum of squares of the returns `R` and of `R - V`; 0 if `R` does not
+    vary.
     """
     if count == 0:
         return float("nan")

@@ -45,8 +45,8 @@ def update_kl_sums(
     old_logps: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor, unit: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    KL(policy of the rollout || policy) by `k3`, on the tokens that the rollout's policy sampled: its sum, and the number
-    of sequences or tokens to divide it by.
+    KL(policy of the rollout || policy) by `k3`, on the tokens that the rollout's policy sampled: its sum, and the
+    number of sequences or tokens to divide it by.
     """
     total, tokens, sequences = kl_totals(estimate_kl(old_logps, logps.detach(), "k3"), mask)
     return total, sequences if unit == "sequence" else tokens
@@ -56,8 +56,8 @@ def check_update_target(target: float | None, dropout: bool) -> None:
     """Refuse a limit on updates of a policy with dropout, of which no two passes agree."""
     if target is not None and dropout:
         raise ValueError(
-            f"`kl_update_target={target!r}` cannot be used with dropout in the policy, which would be taken for a move. Set "
-            "`disable_dropout=True` and `lora_dropout=0.0`, or unset it."
+            f"`kl_update_target={target!r}` cannot be used with dropout in the policy, which would be taken for a "
+            "move. Set `disable_dropout=True` and `lora_dropout=0.0`, or unset it."
         )
 
 

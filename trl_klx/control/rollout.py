@@ -1,8 +1,8 @@
 """
 What is known of one generation batch, and where it is kept.
 
-A [`Rollout`] lives from the generation of a batch to the update of the controller. What belongs to single completions must
-follow them through TRL's shuffling and splitting, so it travels in TRL's batch, under these keys:
+A [`Rollout`] lives from the generation of a batch to the update of the controller. What belongs to single completions
+must follow them through TRL's shuffling and splitting, so it travels in TRL's batch, under these keys:
 
 | key | shape | what |
 |---|---|---|
@@ -49,7 +49,8 @@ class Scored:
 
 class TokenKL(NamedTuple):
     """
-    The KL of each token, `(B, T)`, three ways: by the estimator that is penalised, by that of the statistic, and by `k1`.
+    The KL of each token, `(B, T)`, three ways: by the estimator that is penalised, by that of the statistic, and by
+    `k1`.
     """
 
     penalised: torch.Tensor

@@ -6,16 +6,21 @@ from typing import Any
 
 
 class StepClock:
-    """Counts optimizer steps and adds up their learning rates, until they are taken."""
+    """
+    Counts optimizer steps and adds up their learning rates, until they are taken. `lr_factor` is what `kl_lr_guard`
+    scaled the last learning rate by.
+    """
 
     def __init__(self) -> None:
         self._steps = 0
         self._rates = 0.0
+        self.lr_factor = 1.0
 
-    def tick(self, learning_rate: float) -> None:
-        """Count one optimizer step."""
+    def tick(self, learning_rate: float, lr_factor: float = 1.0) -> None:
+        """Count one optimizer step, made at `learning_rate`."""
         self._steps += 1
         self._rates += learning_rate
+        self.lr_factor = lr_factor
 
     def pop(self) -> tuple[float, float | None]:
         """The steps since this was last called, and their mean learning rate, `None` if there were none."""
@@ -25,13 +30,14 @@ class StepClock:
 
     def state_dict(self) -> dict[str, Any]:
         """The steps that were not yet taken, as plain JSON values."""
-        return {"steps": self._steps, "rates": self._rates}
+        return {"steps": self._steps, "rates": self._rates, "lr_factor": self.lr_factor}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, source: str) -> None:
         """Restore what [`~StepClock.state_dict`] returned; `source` is named if it is not valid."""
-        state = {"steps": 0, "rates": 0.0} if state is None else state
-        steps, rates = (state.get(name) if isinstance(state, Mapping) else None for name in ("steps", "rates"))
-        sound = type(steps) is int and steps >= 0 and type(rates) in (int, float) and math.isfinite(rates or 0.0)
-        if not sound:
+        state = StepClock().state_dict() if state is None else state
+        state = {"lr_factor": 1.0, **state} if isinstance(state, Mapping) else {}
+        steps, rates, factor = (state.get(name) for name in ("steps", "rates", "lr_factor"))
+        numbers = all(type(number) in (int, float) and math.isfinite(number or 0.0) for number in (rates, factor))
+        if not (type(steps) is int and steps >= 0 and numbers):
             raise ValueError(f"Cannot resume: the optimizer steps in {source!r} are not valid, got {state!r}.")
-        self._steps, self._rates = int(steps or 0), float(rates or 0.0)
+        self._steps, self._rates, self.lr_factor = steps, float(rates or 0.0), float(factor or 0.0)

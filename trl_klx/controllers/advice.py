@@ -8,6 +8,7 @@ from typing import Any
 
 from .base import BatchMeasurement
 from .hold import lr_guard_factor
+from .remedies import how_to_lower_kl, how_to_raise_kl
 from .tracking_error import relative_rms_error
 
 
@@ -15,8 +16,8 @@ class KLAdviser:
     """
     Tells the user early what KL control cannot do here, once each, with numbers and with what to change.
 
-    It speaks of a step that is too long for the target, of a coefficient at its bound, of a policy that does not move, of
-    a target that is not reached, and of a KL that stays above its target.
+    It speaks of a step that is too long for the target, of a coefficient at its bound, of a policy that does not move,
+    of a target that is not reached, and of a KL that stays above its target.
 
     Args:
         target (`float`):
@@ -29,7 +30,8 @@ class KLAdviser:
             Whether `kl_lr_guard` is on.
     """
 
-    # A move of the KL in one rollout that is too much, as a share of the target, and how many of WINDOW batches show it.
+    # A move of the KL in one rollout that is too much, as a share of the target, and how many of WINDOW batches show
+    # it.
     LONG, LONG_TIMES = 0.5, 2
     WINDOW = 10
     # A KL below this share of the target has not moved.
@@ -90,29 +92,19 @@ class KLAdviser:
             return "KL control: too few batches to say whether the target was held."
         tail = self._kls[len(self._kls) // 2 :]
         mean, error = fmean(tail), relative_rms_error(tail, self.target)
-        numbers = f"mean {mean:.3g} nats for a target of {self.target:.3g}, error {error:.0%}, second half of {len(self._kls)} batches"
+        numbers = (
+            f"mean {mean:.3g} nats for a target of {self.target:.3g}, error {error:.0%}, second half of "
+            f"{len(self._kls)} batches"
+        )
         if abs(mean / self.target - 1.0) <= self.HELD_MEAN and error <= self.HELD_ERROR:
             return f"KL held: {numbers}."
         if mean > self.target * (1.0 + self.HELD_MEAN):
-            remedy = self._lower()
+            remedy = how_to_lower_kl(self.controller, self.guarded)
         elif mean < self.target * (1.0 - self.HELD_MEAN):
-            remedy = self._raise()
+            remedy = how_to_raise_kl(self.controller)
         else:
             remedy = "Measure it better: a larger batch, or `kl_statistic='full'`."
         return f"KL not held: {numbers}. {remedy}"
-
-    def _lower(self) -> str:
-        if self.controller != "hold":
-            return f"`kl_controller={self.controller!r}` did not hold it; `kl_controller='hold'` needs no tuning."
-        guard = "" if self.guarded else ", or set `kl_lr_guard=True`"
-        return f"Lower `learning_rate` or the optimizer steps per rollout{guard}."
-
-    def _raise(self) -> str:
-        if self.controller == "fixed":
-            return "Lower `kl_penalty_coef`, or set `kl_controller='hold'`."
-        if self.controller != "hold":
-            return "Lower `kl_penalty_coef` and `kl_coef_min`, or set `kl_controller='hold'`."
-        return "Train longer, raise `learning_rate`, or lower `kl_target` to what the reward asks for."
 
     def _advise_step(self, batch: BatchMeasurement) -> str | None:
         moves = sorted((abs(move) for move in self._moves), reverse=True)
@@ -150,8 +142,8 @@ class KLAdviser:
             else "the learning rate is 0 or the rewards do not differ"
         )
         return (
-            f"The policy has had nothing to learn from for {self._still} batches: {why}. The controller waits; the KL is "
-            f"{batch.kl:.3g} nats. Check the reward function, and `learning_rate`."
+            f"The policy has had nothing to learn from for {self._still} batches: {why}. The controller waits; the KL "
+            f"is {batch.kl:.3g} nats. Check the reward function, and `learning_rate`."
         )
 
     def _advise_short(self, batch: BatchMeasurement) -> str | None:
@@ -170,7 +162,7 @@ class KLAdviser:
         )
         return (
             f"The KL is {fmean(self._kls[-window:]):.3g} nats after {len(self._kls)} batches, the target is "
-            f"{self.target:.3g}, and {when}. {self._raise()}"
+            f"{self.target:.3g}, and {when}. {how_to_raise_kl(self.controller)}"
         )
 
     def _advise_above(self, batch: BatchMeasurement) -> str | None:
@@ -181,8 +173,8 @@ class KLAdviser:
         if now <= self.ABOVE * self.target or now < 0.95 * before:
             return None
         return (
-            f"The mean KL of the last {window} batches is {now:.3g} nats, {now / self.target:.2g} times the target, and it "
-            f"does not fall. {self._lower()}"
+            f"The mean KL of the last {window} batches is {now:.3g} nats, {now / self.target:.2g} times the target, "
+            f"and it does not fall. {how_to_lower_kl(self.controller, self.guarded)}"
         )
 
     def state_dict(self) -> dict[str, Any]:

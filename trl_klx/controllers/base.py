@@ -46,9 +46,9 @@ class BatchMeasurement:
         learning_rate (`float`, *optional*):
             Mean learning rate of those steps.
         drive (`float`, *optional*):
-            Mean over completions of `sum_t A_t * k1_t`: the pull of the reward along the KL. `A` is the centered advantage
-            without the penalty. If it is the same for all tokens of a completion, this is the covariance of `A` and the
-            completion's KL. Exactly 0 if no reward differs from another.
+            Mean over completions of `sum_t A_t * k1_t`: the pull of the reward along the KL. `A` is the centered
+            advantage without the penalty. If it is the same for all tokens of a completion, this is the covariance of
+            `A` and the completion's KL. Exactly 0 if no reward differs from another.
         drag (`float`, *optional*):
             Mean over completions of `sum_t k1_t^2`: the pull of one unit of coefficient.
         standard_error (`float`, *optional*):
@@ -84,6 +84,7 @@ class KLController(ABC):
     Class attributes:
 
     - `needs_target` (`bool`): whether construction without a target is refused.
+    - `needs_start` (`bool`): whether construction without a first coefficient is refused.
     - `multiplicative` (`bool`): whether the rule scales the coefficient, and so can never leave 0.
     - `uses` (`frozenset[str]`): which of `target`, `horizon`, `min_coef` and `max_coef` the rule reads.
     - `formula` (`str`): the rule, in one line.
@@ -103,6 +104,7 @@ class KLController(ABC):
     """
 
     needs_target: ClassVar[bool] = False
+    needs_start: ClassVar[bool] = True
     multiplicative: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset(SETTINGS)
     formula: ClassVar[str] = "defined by `_next`"
@@ -186,8 +188,8 @@ class KLController(ABC):
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"{type(self).__name__} got a KL of {kl!r}; a KL is finite and not negative. The coefficient stays "
-                    f"at {self.value}. Further such values are skipped without a warning.",
+                    f"{type(self).__name__} got a KL of {kl!r}; a KL is finite and not negative. The coefficient "
+                    f"stays at {self.value}. Further such values are skipped without a warning.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -198,16 +200,16 @@ class KLController(ABC):
         if not math.isfinite(bounded) or not self._is_coefficient(bounded):
             self._state = before
             raise ValueError(
-                f"{type(self).__name__}._next({kl!r}, {n_steps!r}) returned {value!r}, but a coefficient must be finite and "
-                f"{self._coefficients}."
+                f"{type(self).__name__}._next({kl!r}, {n_steps!r}) returned {value!r}, but a coefficient must be "
+                f"finite and {self._coefficients}."
             )
         self._state = replace(self._state, value=bounded)
         return self.value
 
     def observe(self, batch: BatchMeasurement) -> float:
         """
-        Take all that was measured on one generation batch. A controller that needs no more than the KL leaves this as it
-        is and gets [`~KLController.update`].
+        Take all that was measured on one generation batch. A controller that needs no more than the KL leaves this as
+        it is and gets [`~KLController.update`].
 
         Args:
             batch ([`BatchMeasurement`]):
@@ -217,6 +219,17 @@ class KLController(ABC):
             `float`: The new value.
         """
         return self.update(batch.kl, batch.completions)
+
+    def lr_factor(self, learning_rate: float) -> float:
+        """
+        Factor, at most 1, by which `kl_lr_guard` scales the learning rate of the next optimizer step. A controller
+        that does not know how far a step moves the KL leaves this as it is.
+
+        Args:
+            learning_rate (`float`):
+                The scheduled learning rate.
+        """
+        return 1.0
 
     @abstractmethod
     def _next(self, kl: float, n_steps: float) -> float:
@@ -258,8 +271,8 @@ class KLController(ABC):
         for key in state:
             if key not in expected:
                 raise ValueError(
-                    f"State of {type(self).__name__} has an unknown key {key!r} with value {state[key]!r}; the keys are "
-                    f"{', '.join(expected)}. Was it saved by another controller?"
+                    f"State of {type(self).__name__} has an unknown key {key!r} with value {state[key]!r}; the keys "
+                    f"are {', '.join(expected)}. Was it saved by another controller?"
                 )
         for key, default in expected.items():
             if key not in state:
@@ -269,7 +282,8 @@ class KLController(ABC):
         value = state["value"]
         if not self._is_coefficient(value):
             raise ValueError(
-                f"State of {type(self).__name__}: 'value' is {value!r}, but a coefficient must be {self._coefficients}."
+                f"State of {type(self).__name__}: 'value' is {value!r}, but a coefficient must be "
+                f"{self._coefficients}."
             )
         numbers = {key: None if state[key] is None else float(state[key]) for key in expected}
         self._state = self.state_class(**{**numbers, "value": self._bound(float(value))})  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..maths.estimators import KL_UNITS
+from .remedies import how_to_lower_kl, how_to_raise_kl
 
 
 _TYPICAL_TARGETS = {
@@ -30,9 +31,11 @@ class DriftMonitor:
             Number of batches in the mean. There is no verdict before it is full.
         unit (`str`, *optional*, defaults to `"sequence"`):
             Unit of target and KL, `"sequence"` or `"token"`; it decides which typical targets are named.
+        controller (`str`, *optional*, defaults to `"fixed"`):
+            Name of the controller in use; the advice depends on it.
     """
 
-    def __init__(self, target: float, window: int, unit: str = "sequence") -> None:
+    def __init__(self, target: float, window: int, unit: str = "sequence", controller: str = "fixed") -> None:
         if not (math.isfinite(target) and target > 0):
             raise ValueError(f"`target` must be a positive finite number, but got {target!r}. Set the KL to hold.")
         if window < 1:
@@ -42,6 +45,7 @@ class DriftMonitor:
         self.target = float(target)
         self.window = int(window)
         self.unit = unit
+        self.controller = controller
         self._values: deque[float] = deque(maxlen=self.window)
         self._side = "inside"
 
@@ -74,15 +78,11 @@ class DriftMonitor:
             f"{'more than twice' if side == 'above' else 'less than half'} the target of {self.target:.4g}."
         )
         if side == "above":
-            advice = (
-                "The policy drifts from the reference faster than the penalty holds it. Raise `kl_penalty_coef`, lower "
-                '`learning_rate`, or let the controller react faster (a shorter `kl_horizon`, or `kl_controller="pid"`).'
-            )
+            advice = f"The penalty does not hold the policy. {how_to_lower_kl(self.controller)}"
         else:
             advice = (
-                "The policy is held closer to the reference than asked, or is not learning. Lower `kl_penalty_coef` "
-                "(and `kl_coef_min` if the coefficient is already there), or, if the task is not being learned, raise "
-                "`kl_target` or `learning_rate`."
+                "The policy is held closer to the reference than asked, or is not learning. "
+                f"{how_to_raise_kl(self.controller)}"
             )
         return f"{measured} {advice} {_TYPICAL_TARGETS[self.unit]}"
 

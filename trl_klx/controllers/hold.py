@@ -1,6 +1,7 @@
 """The law that holds a KL target with no other setting, and the guard of the learning rate that goes with it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,46 +11,50 @@ from .hold_state import HoldConstants, HoldKLControllerState, propagate
 
 FIRST_COEF = 0.05  # Where none is given. Nothing depends on it: at the reference the penalty does not pull.
 
+FIRST_LR_FACTOR = 0.1  # of a guarded learning rate, as long as nothing is known
+
 
 class HoldKLController(KLController):
     r"""
     Holds the KL at the target. It needs no starting value and no tuning.
 
-    Near its reference the KL of a policy grows with the square of the way it has gone. So the law works with the distance
-    `x = sqrt(kl / target)`, which is 1 at the target. The reward drives the policy away; the penalty drags it back. The
-    drag grows with `coef * x`. Adam's momentum makes the speed `v` lag behind both:
+    Near its reference the KL of a policy grows with the square of the way it has gone. So the law works with the
+    distance `x = sqrt(kl / target)`, which is 1 at the target. The reward drives the policy away; the penalty drags it
+    back. The drag grows with `coef * x`. Adam's momentum makes the speed `v` lag behind both:
 
     `v <- momentum * v + (1 - momentum) * a * (1 - coef * x / hold)`, `x <- x + v`
 
-    `a` is the free speed: the greatest one the policy has shown. `hold` is the coefficient at which a policy at the target
-    stands still. A batch shows it, up to a bias: it is `exp(bias) * drive / drag` there. A Kalman filter on this model
-    estimates `x`, `v` and `bias` from the measured KL and its standard error.
+    `a` is the free speed: the greatest one the policy has shown. `hold` is the coefficient at which a policy at the
+    target stands still. A batch shows it, up to a bias: it is `exp(bias) * drive / drag` there. A Kalman filter on
+    this model estimates `x`, `v` and `bias` from the measured KL and its standard error.
 
-    The law looks ahead to the weights that its coefficient will act on. It wants to go the rest of the way in `horizon`
-    optimizer steps, and not faster than `pace * a`. That is the wanted speed `w * a`. It then asks which constant push
-    gives that mean speed over the horizon. The push is the share of the drive that the penalty leaves:
+    The law looks ahead to the weights that its coefficient will act on. It wants to go the rest of the way in
+    `horizon` optimizer steps, and not faster than `pace * a`. That is the wanted speed `w * a`. It then asks which
+    constant push gives that mean speed over the horizon. The push is the share of the drive that the penalty leaves:
 
     - `w = clip((1 - x) / max(horizon * a, shortest_way), -pace, pace)`
     - `push = w + lead * (w - v / a)`, limited to `[brake, release]`; `lead` follows from momentum and horizon
     - `coef = hold * (1 - push) / max(x, 1)`; below the target no more is needed, and the model is least sure there
 
-    Three rules bound it. Above the target, unless momentum alone carries the KL down to it, neither the coefficient nor
-    `hold` falls, and `hold` grows. A KL of exactly 0, a batch without any drive and a learning rate of 0 teach nothing.
-    Several rollouts of the same weights are one measurement: they sharpen the estimate, and the coefficient stays.
+    Three rules bound it. Above the target, unless momentum alone carries the KL down to it, neither the coefficient
+    nor `hold` falls, and `hold` grows. A KL of exactly 0, a batch without any drive and a learning rate of 0 teach
+    nothing. Several rollouts of the same weights are one measurement: they sharpen the estimate, and the coefficient
+    stays.
 
-    Call [`~KLController.observe`] with all that is known. `update(kl, n_steps)` works too: it assumes one optimizer step
-    at a constant learning rate, and finds `hold` from the KL alone, which takes longer.
+    Call [`~KLController.observe`] with all that is known. `update(kl, n_steps)` works too: it assumes one optimizer
+    step at a constant learning rate, and finds `hold` from the KL alone, which takes longer.
 
     Args:
         init_coef (`float`, *optional*):
             Coefficient of the first batches. Unset, the law finds its own.
-        constants ([`HoldConstants`], *optional*):
+        constants ([`HoldConstants`] or `dict`, *optional*):
             The numbers of the law.
         **kwargs:
             The other settings of [`KLController`]; `target` is required.
     """
 
     needs_target = True
+    needs_start = False
     uses = frozenset({"target", "min_coef", "max_coef"})
     formula = (
         "hold * (1 - w - lead * (w - v / a)) / max(x, 1), w = clip((1 - x) / max(horizon * a, 1/3), -0.9, 0.9), "
@@ -59,9 +64,13 @@ class HoldKLController(KLController):
     _state: HoldKLControllerState
 
     def __init__(
-        self, init_coef: float | None = None, *, constants: HoldConstants | None = None, **kwargs: Any
+        self,
+        init_coef: float | None = None,
+        *,
+        constants: HoldConstants | Mapping[str, float] | None = None,
+        **kwargs: Any,
     ) -> None:
-        self.constants = constants or HoldConstants()
+        self.constants = constants if isinstance(constants, HoldConstants) else HoldConstants(**(constants or {}))
         super().__init__(FIRST_COEF if init_coef is None else init_coef, **kwargs)
         self._state = replace(
             self._state,
@@ -77,6 +86,11 @@ class HoldKLController(KLController):
         before the first move.
         """
         return None if self._state.free_speed is None else self._state.free_speed * self._state.rate
+
+    def lr_factor(self, learning_rate: float) -> float:
+        speed = self._state.free_speed
+        # Before the first move, a step that is surely short enough shows how far a step goes.
+        return FIRST_LR_FACTOR if speed is None else lr_guard_factor(speed * learning_rate, self._state.steps)
 
     @property
     def hold(self) -> float:
@@ -133,7 +147,9 @@ class HoldKLController(KLController):
         return max(drive / state.drag * (1.0 + share) * safe_exp(state.bias), self.min_coef)
 
     def _follows(self, age: float) -> float:
-        """Share of a gradient in Adam's step of that number. Its first moment starts at 0 and is corrected for that."""
+        """
+        Share of a gradient in Adam's step of that number. Its first moment starts at 0 and is corrected for that.
+        """
         momentum = self.constants.momentum
         return (1.0 - momentum) / (1.0 - math.pow(momentum, max(age, 1.0)))
 
@@ -192,7 +208,9 @@ class HoldKLController(KLController):
         )
 
     def _weigh(self, state: HoldKLControllerState, batch: BatchMeasurement, measured: float) -> HoldKLControllerState:
-        """The state after a batch's drive and drag. Both are scaled to the target, where they would be 1 / x and 1 / x^2."""
+        """
+        The state after a batch's drive and drag. Both are scaled to the target, where they would be 1 / x and 1 / x^2.
+        """
         drive, drag = batch.drive, batch.drag
         if drive is None or drag is None:
             return replace(state, live=1.0)
@@ -254,8 +272,8 @@ class HoldKLController(KLController):
 
 def lr_guard_factor(free_speed: float | None, optimizer_steps: float = 1, most: float = 1 / 6) -> float:
     """
-    Factor, at most 1, by which to scale the learning rate so that the steps of one rollout cannot move the KL by more than
-    the target allows. No coefficient can make up for a step that is too long.
+    Factor, at most 1, by which to scale the learning rate so that the steps of one rollout cannot move the KL by more
+    than the target allows. No coefficient can make up for a step that is too long.
 
     Args:
         free_speed (`float`, *optional*):

@@ -25,7 +25,8 @@ class HoldConstants:
             Where the policy is slow, a deviation below this is met in proportion. Else noise alone would swing the
             coefficient from end to end.
         pace (`float`):
-            Share of its free speed at which the policy approaches. The rest is kept to learn how well the penalty brakes.
+            Share of its free speed at which the policy approaches. The rest is kept to learn how well the penalty
+            brakes.
         release, brake (`float`):
             Limits of the push. Some penalty always stays; one batch brakes with at most twice the drive.
         gusts (`float`):
@@ -50,8 +51,8 @@ class HoldConstants:
         first_speed (`float`):
             Least free speed where the run starts away from its reference, and the first step tells little.
         integral (`float`):
-            Growth of `log hold` per unit of excess and of way. As the policy learns, the coefficient that holds it drifts,
-            and the filter alone would lag behind. In units of the way, it cannot wind up while nothing moves.
+            Growth of `log hold` per unit of excess and of way. As the policy learns, the coefficient that holds it
+            drifts, and the filter alone would lag behind. In units of the way, it cannot wind up while nothing moves.
         arrived (`float`):
             Distance from which on it counts.
         longest (`float`):
@@ -90,9 +91,10 @@ class HoldKLControllerState(KLControllerState):
     """
     The coefficient, and what the law knows. `distance` is `sqrt(kl / target)`, `None` before the first KL above 0.
     `speed` is its change per optimizer step. `free_speed` is the greatest one seen, per unit of learning rate, `None`
-    before the first move. `bias` is `log(hold / (drive / drag))`. `drive`, `drag` and `drive_size` are means of what the
-    batches showed, scaled to the target; `batches` is how many. `c..` is the covariance of distance, speed and bias.
-    `steps` and `rate` are the optimizer steps of the last rollout and their learning rate; `age` counts all steps.
+    before the first move. `bias` is `log(hold / (drive / drag))`. `drive`, `drag` and `drive_size` are means of what
+    the batches showed, scaled to the target; `batches` is how many. `c..` is the covariance of distance, speed and
+    bias. `steps` and `rate` are the optimizer steps of the last rollout and their learning rate; `age` counts all
+    steps.
     """
 
     distance: float | None = None

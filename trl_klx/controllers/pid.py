@@ -27,23 +27,23 @@ class PIDKLController(KLController):
     r"""
     Steers the speed at which the policy nears the target, and then holds it there.
 
-    Near its reference, the KL of a policy grows with the square of the way it has gone. So the rule looks at the distance
-    `x = sqrt(kl / target)`, which is 1 at the target, and at its speed `v` per update, both smoothed by a filter that
-    predicts (the measured KL of a batch is noisy). The speed it wants falls with the way `w = 1 - x` that is left, as
-    `kp / kd * w * (1 + 4 / 3 * max(w, 0))`, and is at most half of the greatest speed the policy has shown: a policy that
-    is slowed down early tells how strong the penalty must be before it arrives, where momentum would carry it past the
-    target. With `e = gain * (v - wanted speed)`, limited to `±error_clip`:
+    Near its reference, the KL of a policy grows with the square of the way it has gone. So the rule looks at the
+    distance `x = sqrt(kl / target)`, which is 1 at the target, and at its speed `v` per update, both smoothed by a
+    filter that predicts (the measured KL of a batch is noisy). The speed it wants falls with the way `w = 1 - x` that
+    is left, as `kp / kd * w * (1 + 4 / 3 * max(w, 0))`, and is at most half of the greatest speed the policy has
+    shown: a policy that is slowed down early tells how strong the penalty must be before it arrives, where momentum
+    would carry it past the target. With `e = gain * (v - wanted speed)`, limited to `±error_clip`:
 
     `log coef = log init_coef + integral + e`, then the bounds; `integral += ki * (1 + 3 * abs(w)) * e + trend`, where
     `3 * abs(w)` is left out while the policy is on its way and too slow
 
-    As the policy learns, the coefficient that holds it changes, and a sum of errors alone would lag behind: `trend` is a
-    slow mean of `2 * ki * e` near the target.
+    As the policy learns, the coefficient that holds it changes, and a sum of errors alone would lag behind: `trend` is
+    a slow mean of `2 * ki * e` near the target.
 
-    `gain` is `kd`, or less where the policy is fast or the measurements scatter, so that neither leads to swings: that is
-    why no gain needs to be tuned to the unit of the KL, the size of the batch or the learning rate. While the coefficient
-    is at a bound and the error pushes it further out, the integral stands still, so that there is nothing to unwind when
-    the error turns. One update is one step of the loop, so `n_steps` does not matter.
+    `gain` is `kd`, or less where the policy is fast or the measurements scatter, so that neither leads to swings: that
+    is why no gain needs to be tuned to the unit of the KL, the size of the batch or the learning rate. While the
+    coefficient is at a bound and the error pushes it further out, the integral stands still, so that there is nothing
+    to unwind when the error turns. One update is one step of the loop, so `n_steps` does not matter.
 
     Args:
         init_coef (`float`):
@@ -90,7 +90,8 @@ class PIDKLController(KLController):
         for name, gain in (("kp", kp), ("ki", ki)):
             if not is_finite_number(gain) or gain < 0:
                 raise ValueError(
-                    f"`{name}` must be a finite number >= 0, but got {gain!r}. The defaults are kp=1.5, ki=0.15, kd=20.0."
+                    f"`{name}` must be a finite number >= 0, but got {gain!r}. The defaults are kp=1.5, ki=0.15, "
+                    "kd=20.0."
                 )
         check_positive("kd", kd, "The defaults are kp=1.5, ki=0.15, kd=20.0.")
         check_positive("error_clip", error_clip, "Set `error_clip` to a value such as 1.5.")

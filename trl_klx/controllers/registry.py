@@ -61,8 +61,8 @@ def register_kl_controller(name: str) -> Callable[[_ControllerClass], _Controlle
         # A notebook cell that is run again defines the same class anew; only another class is a conflict.
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(
-                f"KL controller name {name!r} is taken by {known.__module__}.{known.__qualname__}. Choose another name "
-                f"for {cls.__module__}.{cls.__qualname__}."
+                f"KL controller name {name!r} is taken by {known.__module__}.{known.__qualname__}. Choose another "
+                f"name for {cls.__module__}.{cls.__qualname__}."
             )
         _REGISTRY[name] = cls
         return cls
@@ -100,8 +100,8 @@ def get_kl_controller_class(name: str) -> type[KLController]:
         cls = entry_point.load()
     except Exception as error:
         raise ImportError(
-            f"KL controller {name!r} comes from the entry point {entry_point.value!r}, which failed to load: {error!r}. "
-            "Repair or uninstall the package that provides it."
+            f"KL controller {name!r} comes from the entry point {entry_point.value!r}, which failed to load: "
+            f"{error!r}. Repair or uninstall the package that provides it."
         ) from error
     _check_class(name, cls)
     return _REGISTRY.setdefault(name, cls)

@@ -1,7 +1,7 @@
 """
-Fast paths under the formulas of [`advantages`] and [`gae`]: masking, a few rows at a time, and suffix sums in blocks.
+Fast paths for the formulas in [`advantages`] and [`gae`]: masking, work on a few rows at a time, blocked suffix sums.
 
-Nothing here changes what a formula means. Each function says what it saves.
+None of them changes what a formula means. Each function says what it saves.
 """
 
 import functools
@@ -95,7 +95,7 @@ def has_no_holes(chosen: torch.Tensor | None) -> bool:
 def packing_slots(mask: torch.Tensor) -> torch.Tensor:
     """
     The column to which each token moves when the unmasked tokens of a row are packed to its left, in order. All masked
-    tokens share the last column, which no unmasked token of a row with a masked one reaches.
+    tokens share the last column, which is free in every row with a masked token.
     """
     return mask.cumsum(1).sub_(1).masked_fill_(~mask, mask.shape[1] - 1)
 

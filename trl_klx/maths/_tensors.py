@@ -1,4 +1,4 @@
-"""Shape checks and dtypes that all formulas of this room share."""
+"""Shape checks and dtypes that all formulas share."""
 
 import torch
 
@@ -9,7 +9,7 @@ def check_same_shape(ndim: int | None = None, **tensors: torch.Tensor) -> None:
 
     Args:
         ndim (`int`, *optional*):
-            Number of dimensions that all of them must have.
+            Number of dimensions that every tensor must have.
         **tensors (`torch.Tensor`):
             Tensors, keyed by the names that the message shows.
     """

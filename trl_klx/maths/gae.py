@@ -119,7 +119,7 @@ def _lambda_returns(
     """
     Returns of rows without holes: `R_t = r_t + gamma * (1 - lam) * V_{t+1} + gamma * lam * R_{t+1}`.
 
-    This equals `A_t + V_t` and needs one pass over the data less than the sum of the deltas. The values are 0 after
+    This equals `A_t + V_t` and needs one pass fewer over the data than the sum of the deltas. The values are 0 after
     the last token; `chosen` removes the rewards there.
     """
     summands = torch.empty_like(rewards, memory_format=torch.contiguous_format)

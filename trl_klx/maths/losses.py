@@ -14,12 +14,12 @@ def clipped_surrogate(
 ) -> torch.Tensor:
     """
     PPO's clipped surrogate per token, `min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)` with
-    `r = exp(logps - old_logps)` (Schulman et al. 2017, equation 7). Its value is to be maximised; on policy its gradient
-    is `A` times that of `logps`.
+    `r = exp(logps - old_logps)` (Schulman et al. 2017, equation 7). Maximise it. On policy, its gradient is `A` times
+    the gradient of `logps`.
 
     Args:
         logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probs of the current policy; gradients flow through these alone.
+            Log-probs of the current policy. Gradients flow only through these.
         old_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probs of the policy that sampled the tokens.
         advantages (`torch.Tensor` of shape `(B, T)`):
@@ -47,20 +47,20 @@ def kl_loss_terms(
     logps: torch.Tensor, old_logps: torch.Tensor | None, ref_logps: torch.Tensor, kind: str
 ) -> torch.Tensor:
     r"""
-    KL term of a loss per token, whose expected gradient is that of KL(policy || reference) at the states of the rollout.
+    Per-token KL loss whose expected gradient is that of KL(policy || reference) at the states of the rollout.
 
     With `lr = logps - ref_logps` and `r = exp(logps - old_logps)`:
 
-    - `"k2"`: `stop_gradient(r) * lr^2 / 2`. The gradient of `lr^2 / 2` is `lr` times that of `logps`, and the ratio moves
-      the expectation from the rollout's policy to the current one.
+    - `"k2"`: `stop_gradient(r) * lr^2 / 2`. The gradient of `lr^2 / 2` is `lr` times that of `logps`, and the ratio
+      moves the expectation from the rollout's policy to the current one.
     - `"k3"`: `r * (exp(-lr) - 1 + lr)`. The gradient of the ratio is needed even where the ratio is 1: without it the
       term follows the forward KL(reference || policy).
 
-    Neither works for `"k1"`, whose gradient is that of `logps`: zero in expectation.
+    Neither form works for `"k1"`: its gradient is that of `logps`, which is zero in expectation.
 
     Args:
         logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probs of the current policy; gradients flow through these alone.
+            Log-probs of the current policy. Gradients flow only through these.
         old_logps (`torch.Tensor` of shape `(B, T)`, *optional*):
             Log-probs of the policy that sampled the tokens. If unset, the current policy.
         ref_logps (`torch.Tensor` of shape `(B, T)`):

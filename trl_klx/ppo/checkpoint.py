@@ -1,4 +1,4 @@
-"""What a checkpoint of PPO holds beyond that of a KLX trainer, and how it comes back."""
+"""Saving and restoring what PPO adds to the checkpoints of a KLX trainer."""
 
 import os
 import warnings
@@ -31,8 +31,8 @@ RETURNS = "return_moments"
 
 class PPOCheckpointMixin(_Host):
     """
-    Saves the value function, the units in which it counts, and the state of the reward scaling in every checkpoint, and
-    restores them on resume and with the best model. Keeps the value function out of what users load with
+    Saves the value function, its return scale and the state of the reward scaling in every checkpoint, and restores
+    them on resume and with the best model. Keeps the value function out of the files that users load with
     `from_pretrained`.
     """
 
@@ -54,7 +54,7 @@ class PPOCheckpointMixin(_Host):
         if not self._ppo_saving_checkpoint:
             return
         assert output_dir is not None
-        # DeepSpeed's own files have the value function, and there alone is it whole.
+        # Under DeepSpeed, only its own files hold the complete value function.
         values = None if self.is_deepspeed_enabled else self.value_function.state_dict()
         if self.args.should_save:
             state = self._ppo_scaler.state_dict() | {RETURNS: self.value_function.scale.state_dict()}
@@ -63,7 +63,7 @@ class PPOCheckpointMixin(_Host):
                 write_weights(os.path.join(output_dir, VALUE_FILE), values)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Whether a checkpoint is saved at this step, and where, is not decided here.
+        # The parent decides whether and where to save, so `save_model` adds our files.
         self._ppo_saving_checkpoint = True
         try:
             super()._save_checkpoint(model, trial)
@@ -71,7 +71,7 @@ class PPOCheckpointMixin(_Host):
             self._ppo_saving_checkpoint = False
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # FSDP's own files have the value function too, and must find its place.
+        # FSDP's own files include the value function, so the module must stay in place to receive it.
         with nullcontext() if self.is_fsdp_enabled else self.value_function.hidden():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._ppo_load_value(resume_from_checkpoint)
@@ -88,16 +88,20 @@ class PPOCheckpointMixin(_Host):
     def _ppo_load_value(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, VALUE_FILE)
         if not os.path.isfile(path):
-            warnings.warn(f"The checkpoint {checkpoint!r} holds no value function: it starts anew.", stacklevel=3)
+            warnings.warn(
+                f"The checkpoint {checkpoint!r} holds no value function: it starts from its initial weights.",
+                stacklevel=3,
+            )
             return
         try:
             self.value_function.load_state_dict(load_file(path))
         except Exception as error:
-            # Torch goes on to list every weight.
+            # The other lines list every weight.
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"Cannot resume: the value function in {path!r} cannot be loaded ({reason}). Build the trainer with the "
-                "`value_model` and `num_value_layers` of that run, or delete the file to start the value function anew."
+                f"Cannot resume: the value function in {path!r} cannot be loaded ({reason}). Build the trainer with "
+                "the `value_model` and `num_value_layers` of that run, or delete the file to restart from the value "
+                "function's initial weights."
             ) from error
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -113,7 +117,7 @@ class PPOCheckpointMixin(_Host):
             self.value_function.scale.load_state_dict(state.get(RETURNS), self.accelerator.device)
         elif self.args.reward_scaling != "none":
             warnings.warn(
-                f"The checkpoint {checkpoint!r} holds no state of `reward_scaling={self.args.reward_scaling!r}`: it starts "
-                "anew.",
+                f"The checkpoint {checkpoint!r} holds no state of `reward_scaling={self.args.reward_scaling!r}`: its "
+                "statistics start from zero.",
                 stacklevel=3,
             )

@@ -13,10 +13,10 @@ from .trl112_fields import TRL112_RULES, TRL112Fields
 
 class _OneGeneration(int):
     """
-    A 1 that passes TRL's check `num_generations < 2`. PPO has a value function and needs no group, but TRL's check stands
-    in the middle of one long `__post_init__`, and no setting switches it off. A 2 in its place would be the greater lie:
-    TRL and our own checks would then refuse odd batches, and accept `kl_centering="group"`. So `<` alone is untrue, and
-    only until `__post_init__` has put the plain number back.
+    A 1 that passes TRL's check `num_generations < 2`. PPO has a value function and needs no group, but TRL runs the
+    check in the middle of a long `__post_init__`, and no setting disables it. A 2 would be worse: TRL and our own
+    checks would refuse odd batches and accept `kl_centering="group"`. So only `<` lies, and only until
+    `__post_init__` puts the plain number back.
     """
 
     def __lt__(self, other: object) -> bool:
@@ -34,7 +34,7 @@ PPO_RULES = {
     "gamma": number("in [0, 1]", 0.0, "Set it to 1.0 for no discount.", 1.0),
     "lam": number("in [0, 1]", 0.0, "The default is 0.95.", 1.0),
     "cliprange": number("> 0", 0.0, "The default is 0.2.", above=True),
-    "cliprange_value": number("> 0", 0.0, "Set it to a large number such as 1e6 to clip no value.", above=True),
+    "cliprange_value": number("> 0", 0.0, "Set it to a large number such as 1e6 to disable clipping.", above=True),
     "vf_coef": number(">= 0", 0.0, "Set it to 0.0 to leave the value function untrained."),
     "value_learning_rate": number(
         "> 0", 0.0, "Leave it unset, or set `vf_coef=0.0` to leave the value function untrained.", above=True
@@ -47,11 +47,11 @@ PPO_RULES = {
     ),
     "missing_eos_penalty": number(">= 0", 0.0, "It is subtracted. Leave it unset for no penalty."),
     "reward_scaling": one_of(REWARD_SCALINGS),
-    "cliprange_reward": number("> 0", 0.0, "Leave it unset to clip no score.", above=True),
+    "cliprange_reward": number("> 0", 0.0, "Leave it unset to disable clipping.", above=True),
     "num_layers_unfrozen": number(">= 1", 1, "Leave it unset to train all layers.", kind=int),
     "stop_strings": FieldRule(
         lambda value: isinstance(value, list) and value != [] and all(isinstance(s, str) and s for s in value),
-        "a list of texts",
+        "a list of non-empty strings",
         'Write it as ["Human:"], or leave it unset.',
     ),
     "local_rollout_forward_batch_size": number(
@@ -82,7 +82,7 @@ _INERT = {
 # Fields of GRPO that treat a sequence as a whole.
 _PER_SEQUENCE = {
     "importance_sampling_level": "Set it to 'token'.",
-    "off_policy_mask_threshold": "Unset it; `kl_update_target` limits how far a rollout is used.",
+    "off_policy_mask_threshold": "Unset it; `kl_update_target` limits how far the policy moves on one rollout.",
 }
 
 
@@ -90,15 +90,15 @@ _PER_SEQUENCE = {
 class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
     r"""
     PPO on TRL's GRPO machinery, with the KL-control fields of [`KLXConfigMixin`]. Generation, reward functions, tools,
-    vLLM and logging are configured as in [`~trl.GRPOConfig`]. The other fields of TRL 1.12's `PPOConfig` are those of
+    vLLM and logging are configured as in [`~trl.GRPOConfig`]. The other fields of TRL 1.12's `PPOConfig` are in
     [`TRL112Fields`].
 
-    One rollout is `per_device_train_batch_size * gradient_accumulation_steps` completions per process. It is split into
-    `num_mini_batches` mini-batches, one optimizer step each, and gone through `num_ppo_epochs` times.
+    One rollout is `per_device_train_batch_size * gradient_accumulation_steps` completions per process. It is split
+    into `num_mini_batches` mini-batches with one optimizer step each, and used for `num_ppo_epochs` epochs.
 
     Parameters:
         num_ppo_epochs (`int`, *optional*, defaults to `4`):
-            How often each rollout is gone through; TRL's `num_iterations`.
+            Number of epochs over each rollout; TRL's `num_iterations`.
         num_mini_batches (`int`, *optional*, defaults to `1`):
             Optimizer steps per rollout and epoch.
         gamma (`float`, *optional*, defaults to `1.0`):
@@ -112,39 +112,41 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
         vf_coef (`float`, *optional*, defaults to `0.1`):
             Weight of the value loss.
         value_learning_rate (`float`, *optional*):
-            Learning rate of the value function; it follows the schedule of `learning_rate`. If unset, `learning_rate`; a
-            detached value head then learns at no less than `min(5e-3, 0.3 / hidden_size)`.
+            Learning rate of the value function; it follows the schedule of `learning_rate`. If unset, `learning_rate`,
+            but at least `min(5e-3, 0.3 / hidden_size)` for a detached value head.
         num_value_layers (`int`, *optional*, defaults to `2`):
-            Layers of the value head: it starts from copies of the policy's top layers, this many of them. With 0 it is a
-            small network on the policy's last hidden states, which costs nothing and explains less.
+            Number of layers in the value head, which start as copies of the policy's top layers. With 0, the head is a
+            small network on the policy's last hidden states, which costs next to nothing but explains less variance.
         value_head_detached (`bool`, *optional*, defaults to `True`):
-            Whether gradients of the value loss stop at the value head. If `False`, they train the policy's backbone too.
+            Whether gradients of the value loss stop at the value head. If `False`, they also train the policy's
+            backbone.
         whiten_advantages (`bool`, *optional*, defaults to `True`):
-            Normalise the advantages of a rollout to zero mean and unit variance, over the real tokens of all processes.
+            Normalise the advantages of a rollout to zero mean and unit variance over the real tokens of all processes.
         whiten_rewards (`bool`, *optional*, defaults to `False`):
             Normalise the per-token rewards of a rollout to unit variance.
         missing_eos_penalty (`float`, *optional*):
-            Subtracted from the score, after scaling and clipping, of a completion that was cut off: it ends neither in an
-            EOS token nor with one of the `stop_strings`.
+            Penalty for a completion that was cut off, so that it ends neither in an EOS token nor with one of the
+            `stop_strings`. It is subtracted from the score after scaling and clipping.
         reward_scaling (`str`, *optional*, defaults to `"none"`):
-            Divide the scores by their running standard deviation (`"running"`), by that of the first rollout whose
-            scores differ (`"ref"`), or by nothing (`"none"`).
+            What the scores are divided by: their running standard deviation (`"running"`), the standard deviation of
+            the first rollout whose scores differ (`"ref"`), or nothing (`"none"`).
         cliprange_reward (`float`, *optional*):
             Clip the scaled scores to `[-cliprange_reward, cliprange_reward]`.
         num_layers_unfrozen (`int`, *optional*):
-            Train only the top layers, this many of them. The reference then shares the frozen layers with the policy.
+            Train only this many top layers. The reference then shares the frozen layers with the policy.
         stop_strings (`list[str]`, *optional*):
-            Texts that end a completion, beside the EOS token; they stay in the completion. For TRL's metrics such a
-            completion is clipped.
+            Texts that end a completion, in addition to the EOS token. They stay in the completion, and TRL's metrics
+            count such a completion as clipped.
         local_rollout_forward_batch_size (`int`, *optional*):
             Completions per forward pass outside the loss. If unset, `per_device_train_batch_size`.
         total_episodes (`int`, *optional*):
             Length of the training in completions over all processes, rounded up to whole rollouts; sets `max_steps`.
         stop_token_id (`int`, *optional*):
-            Token that ends a completion, beside the EOS token.
+            Token that ends a completion, in addition to the EOS token.
     """
 
     _algorithm: ClassVar[str] = "ppo"
+    _default_coef: ClassVar[float] = 0.05
 
     # Defaults of PPO where they differ from GRPO's.
     learning_rate: float = field(default=3e-6, metadata={"help": "The initial learning rate for AdamW."})
@@ -152,9 +154,12 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
     temperature: float = field(default=0.7, metadata={"help": "Temperature for sampling."})
     max_completion_length: int = field(default=53, metadata={"help": "Maximum length of the completion, in tokens."})
     disable_dropout: bool = field(default=True, metadata={"help": "Whether to disable dropout in the model."})
-    kl_penalty_coef: float = field(
-        default=0.05,
-        metadata={"help": "Strength of the KL penalty and starting value of the controller. 0.0 switches it off."},
+    kl_penalty_coef: float | None = field(
+        default=None,
+        metadata={
+            "help": "Strength of the KL penalty: constant without `kl_target`, the controller's starting value with "
+            "it. If unset, the default controller finds its own start, and without `kl_target` it is 0.05."
+        },
     )
     kl_placement: str = field(
         default="reward",
@@ -165,7 +170,7 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
         },
     )
 
-    num_ppo_epochs: int = field(default=4, metadata={"help": "How often each rollout is gone through."})
+    num_ppo_epochs: int = field(default=4, metadata={"help": "Number of epochs over each rollout."})
     num_mini_batches: int = field(default=1, metadata={"help": "Optimizer steps per rollout and epoch."})
     gamma: float = field(default=1.0, metadata={"help": "Discount factor."})
     lam: float = field(default=0.95, metadata={"help": "Lambda of generalized advantage estimation."})
@@ -175,8 +180,8 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
     value_learning_rate: float | None = field(
         default=None,
         metadata={
-            "help": "Learning rate of the value function. If unset, `learning_rate`; a detached value head then learns at "
-            "no less than min(5e-3, 0.3 / hidden_size)."
+            "help": "Learning rate of the value function. If unset, `learning_rate`, but at least min(5e-3, 0.3 / "
+            "hidden_size) for a detached value head."
         },
     )
     num_value_layers: int = field(
@@ -185,8 +190,8 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
     value_head_detached: bool = field(
         default=True,
         metadata={
-            "help": "Whether gradients of the value loss stop at the value head. If not, they train the policy's backbone "
-            "too."
+            "help": "Whether gradients of the value loss stop at the value head. If not, they also train the policy's "
+            "backbone."
         },
     )
     whiten_advantages: bool = field(
@@ -196,13 +201,13 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
         default=False, metadata={"help": "Normalise the per-token rewards of a rollout to unit variance."}
     )
     missing_eos_penalty: float | None = field(
-        default=None, metadata={"help": "Subtracted from the score of a completion that was cut off before its end."}
+        default=None, metadata={"help": "Penalty subtracted from the score of a completion that was cut off."}
     )
     reward_scaling: str = field(
         default="none",
         metadata={
-            "help": "Divide the scores by their running standard deviation ('running'), by that of the first rollout "
-            "whose scores differ ('ref'), or by nothing ('none').",
+            "help": "What the scores are divided by: their running standard deviation ('running'), the standard "
+            "deviation of the first rollout whose scores differ ('ref'), or nothing ('none').",
             "choices": list(REWARD_SCALINGS),
         },
     )
@@ -212,12 +217,11 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
     num_layers_unfrozen: int | None = field(
         default=None,
         metadata={
-            "help": "Train only the top layers, this many of them. The reference then shares the frozen layers with the "
-            "policy."
+            "help": "Train only this many top layers. The reference then shares the frozen layers with the policy."
         },
     )
     stop_strings: list[str] | None = field(
-        default=None, metadata={"help": "Texts that end a completion, beside the EOS token."}
+        default=None, metadata={"help": "Texts that end a completion, in addition to the EOS token."}
     )
     local_rollout_forward_batch_size: int | None = field(
         default=None,
@@ -228,7 +232,7 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
         metadata={"help": "Length of the training in completions over all processes; sets `max_steps`."},
     )
     stop_token_id: int | None = field(
-        default=None, metadata={"help": "Token that ends a completion, beside the EOS token."}
+        default=None, metadata={"help": "Token that ends a completion, in addition to the EOS token."}
     )
 
     def __post_init__(self) -> None:
@@ -257,8 +261,8 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
         for name in ("steps_per_generation", "generation_batch_size"):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"`num_mini_batches={self.num_mini_batches}` splits the rollout, which "
-                    f"`{name}={getattr(self, name)!r}` sizes in TRL's way. Set one or the other."
+                    f"`num_mini_batches={self.num_mini_batches}` and `{name}={getattr(self, name)!r}` both set how "
+                    "the rollout is split. Set one or the other."
                 )
         rollout = self.per_device_train_batch_size * self.gradient_accumulation_steps
         if rollout % self.num_mini_batches:
@@ -281,8 +285,8 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
         size = self.local_rollout_forward_batch_size
         if size is not None and self.in_one_pass and not self.kl_enabled and not self.use_vllm:
             raise ValueError(
-                f"`local_rollout_forward_batch_size={size}` has no effect: with one epoch over one micro-batch and no KL "
-                "control, nothing is scored outside of the loss. Unset it."
+                f"`local_rollout_forward_batch_size={size}` has no effect: with one epoch over one micro-batch and no "
+                "KL control, nothing is scored outside the loss. Unset it."
             )
 
     def _validate_ppo_values(self) -> None:
@@ -297,12 +301,12 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
                 f"`total_episodes={self.total_episodes}` and `max_steps={self.max_steps}` both set the length of the "
                 "training. Set one of them."
             )
-        # GRPO's names for what PPO has a field of its own for.
+        # GRPO's names for settings that have another name in PPO.
         for theirs, ours in (("epsilon", "cliprange"), ("num_iterations", "num_ppo_epochs")):
             if getattr(self, theirs) not in (self._default(theirs), getattr(self, ours)):
                 raise ValueError(f"`{theirs}={getattr(self, theirs)!r}` is called `{ours}` in PPO. Set `{ours}`.")
         inert = dict(_INERT)
-        if self.kl_placement != "loss" or self.kl_penalty_coef == 0.0:
+        if self.kl_placement != "loss" or not self.kl_penalty_enabled:
             inert["use_bias_correction_kl"] = "It corrects the KL term of `kl_placement='loss'`: unset it."
         for name, remedy in inert.items():
             if getattr(self, name) != GRPOConfig.__dataclass_fields__[name].default:
@@ -310,14 +314,14 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
         for name, remedy in _PER_SEQUENCE.items():
             if getattr(self, name) != GRPOConfig.__dataclass_fields__[name].default:
                 raise ValueError(
-                    f"`{name}={getattr(self, name)!r}` cannot be used in PPO, whose advantages differ from token to token. "
+                    f"`{name}={getattr(self, name)!r}` cannot be used in PPO, whose advantages differ between tokens. "
                     f"{remedy}"
                 )
         for name in ("value_learning_rate", "num_value_layers", "value_head_detached"):
             if self.vf_coef == 0.0 and getattr(self, name) != self._default(name):
                 raise ValueError(
-                    f"`{name}={getattr(self, name)!r}` has no effect while `vf_coef=0.0`, which leaves the value function "
-                    f"untrained. Unset `{name}`, or raise `vf_coef`."
+                    f"`{name}={getattr(self, name)!r}` has no effect while `vf_coef=0.0`, which leaves the value "
+                    f"function untrained. Unset `{name}`, or raise `vf_coef`."
                 )
         self._validate_adapters()
         self._validate_ppo_stops()
@@ -328,7 +332,7 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
             if value is not None and self.use_vllm:
                 value = value if isinstance(value, list) else [value]
                 raise ValueError(
-                    f"`{name}={getattr(self, name)!r}` is not known to vLLM. Set `generation_kwargs={{{vllm_name!r}: "
+                    f"`{name}={getattr(self, name)!r}` does not reach vLLM. Set `generation_kwargs={{{vllm_name!r}: "
                     f"{value!r}}}` instead."
                 )
         if self.stop_strings and (self.use_transformers_continuous_batching or self.use_transformers_paged):
@@ -338,6 +342,6 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
             )
         if self.stop_strings and self.mask_truncated_completions:
             raise ValueError(
-                f"`stop_strings={self.stop_strings}` cannot be used with `mask_truncated_completions=True`, which would "
-                "mask every completion that ends with one of them. Set `missing_eos_penalty` instead."
+                f"`stop_strings={self.stop_strings}` cannot be used with `mask_truncated_completions=True`, which "
+                "would mask every completion that ends with one of them. Set `missing_eos_penalty` instead."
             )

@@ -1,4 +1,4 @@
-"""How PPO's critic is made and trained apart from the policy."""
+"""Building PPO's critic, and training it separately from the policy."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -36,16 +36,16 @@ class CriticMixin(_Host):
             for name in ("num_value_layers", "value_head_detached"):
                 if getattr(self.args, name) != self.args._default(name):
                     raise ValueError(
-                        f"`{name}={getattr(self.args, name)!r}` has no effect with a `value_model`, which shares nothing "
-                        "with the policy. Unset one of them."
+                        f"`{name}={getattr(self.args, name)!r}` has no effect with a `value_model`, which shares "
+                        "nothing with the policy. Unset one of them."
                     )
             disable_dropout_in_model(value_model)
             return ValueModel(value_model.to(self.accelerator.device))
         trained = next(parameter for parameter in policy.parameters() if parameter.requires_grad)
         hidden_size = causal_lm(policy).config.get_text_config().hidden_size
-        # FSDP wants the parameters that it shards together to be of one type.
+        # FSDP requires the same dtype for all parameters that it shards together.
         dtype = trained.dtype if self.is_fsdp_enabled else torch.float32
-        # A value function that is not trained needs no layers.
+        # An untrained value function needs no layers.
         layers = copy_top_layers(policy, self.args.num_value_layers if self.args.vf_coef > 0.0 else 0)
         return ValueHead(hidden_size, dtype, trained.device, self.args.seed, layers, self.args.value_head_detached)
 
@@ -59,17 +59,20 @@ class CriticMixin(_Host):
     def _ppo_value_learning_rate(self) -> float:
         module, rate = self.value_function.module, self.args.value_learning_rate
         if rate is None and isinstance(module, ValueHead) and module.detached:
-            # A new head cannot learn at the rate of a pretrained policy. A step of Adam changes what a layer gives by
-            # about its rate times its width.
+            # A new head needs a higher rate than a pretrained policy. One Adam step changes a layer's output by about
+            # the learning rate times the layer's width.
             rate = max(self.args.learning_rate, min(5e-3, 0.3 / module.inner.in_features))
         return self.args.learning_rate if rate is None else rate
 
     def _ppo_clip_gradients(
         self, clip: Callable[..., Any], parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
     ) -> Any:
-        """Clip policy and value function each by its own norm, so that neither silences the other. Returns the policy's."""
+        """
+        Clip the policy and the value function by their own norms, so that neither drowns out the other. Returns the
+        policy's norm.
+        """
         parameters = list(parameters)
-        # As it is where DeepSpeed clips by itself. Elsewhere this only takes the scaling of fp16 off the gradients.
+        # DeepSpeed does its own clipping. Elsewhere, with an infinite limit, this only unscales fp16 gradients.
         norm = clip(parameters, float("inf"), norm_type)
         if self.is_deepspeed_enabled:
             return norm

@@ -1,4 +1,4 @@
-"""What PPO's constructor takes, made into what TRL's trainers take today."""
+"""Converting the arguments of PPO's constructor into those that TRL's trainers take today."""
 
 import warnings
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from .rollout_tokens import RolloutTokens
 
 def with_prompts(dataset: Any, processing_class: Any, num_proc: int | None = None) -> Any:
     """
-    Give tokenized data, as TRL 1.12's PPO took it, the text prompts that TRL's trainers take today. Special tokens of
-    the prompt stay in its text; padding goes, and so does the BOS token that the tokenizer puts before every text.
+    Convert tokenized data, as TRL 1.12's PPO took it, to the text prompts that TRL's trainers take today. The text
+    keeps the prompt's special tokens, but not the padding or the BOS token that the tokenizer adds to every text.
     """
     if isinstance(dataset, dict):
         return {name: with_prompts(split, processing_class, num_proc) for name, split in dataset.items()}
@@ -28,7 +28,7 @@ def with_prompts(dataset: Any, processing_class: Any, num_proc: int | None = Non
     if "prompt" in first or "input_ids" not in first:
         return dataset
     if processing_class is None:
-        raise ValueError("Tokenized data (`input_ids`) needs a `processing_class` to read it with.")
+        raise ValueError("Tokenized data (`input_ids`) needs a `processing_class` to decode it.")
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
 
@@ -49,8 +49,8 @@ def with_prompts(dataset: Any, processing_class: Any, num_proc: int | None = Non
 
     if tokenizer(decode(first)["prompt"])["input_ids"] != real_ids(first):
         warnings.warn(
-            "The `input_ids` of the data are decoded to text, and this text has other tokens than the data. Pass the text "
-            "itself, in a `prompt` column.",
+            "The dataset's `input_ids` are decoded to text, but tokenizing this text gives different tokens. Pass the "
+            "text itself in a `prompt` column.",
             stacklevel=4,
         )
     settings = {"num_proc": num_proc} if isinstance(dataset, Dataset) else {}
@@ -68,22 +68,22 @@ def collect_rewards(
     current_rollout: Callable[[], Rollout | None],
 ) -> tuple[list[Any] | None, list[Any] | None]:
     """
-    Reward functions and their tokenizers, the reward model the last of them. `current_rollout` gives the batch whose tokens
-    a reward model reads that has the policy's tokenizer.
+    Collect the reward functions and their tokenizers, with the reward model last. A reward model that shares the
+    policy's tokenizer reads the tokens of the batch that `current_rollout` returns.
     """
     if reward_model is None and reward_funcs is None:
         reward_model = args.reward_model_path
     funcs = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     if value_model is not None and any(value_model is func for func in [*funcs, reward_model]):
         raise ValueError(
-            "`value_model` must not be the reward model itself, which training would change. Pass a copy, or leave it "
-            "unset for a value head on the policy."
+            "`value_model` must not be the reward model itself, because training would change it. Pass a copy, or "
+            "leave it unset for a value head on the policy."
         )
     if reward_model is None:
         return funcs or None, reward_processing_classes
     classes = reward_processing_classes
     classes = [None] * len(funcs) if classes is None else classes if isinstance(classes, list) else [classes]
-    own: Any = None  # A reward model given by path brings its own tokenizer.
+    own: Any = None  # A reward model passed as a path has its own tokenizer.
     if isinstance(reward_model, nn.Module):
         labels = getattr(reward_model.config, "num_labels", None)
         if labels != 1:
@@ -97,18 +97,18 @@ def collect_rewards(
 
 
 def check_ref_model(args: KLXPPOConfig, model: Any, ref_model: nn.Module | None) -> None:
-    """Refuse a reference model that cannot be the reference, or that is not the only one."""
+    """Refuse a reference model that is the policy itself, or that is not the only reference."""
     if ref_model is None:
         return
     if ref_model is model:
         raise ValueError("`ref_model` must not be the policy itself. Pass a copy, or leave it unset.")
     for name, value in chosen_reference_fields(args).items():
         raise ValueError(
-            f"Only one reference can be chosen, got a `ref_model` and `{name}={value!r}`. Keep one of them and unset the "
-            "other."
+            f"Only one reference can be chosen, got a `ref_model` and `{name}={value!r}`. Keep one of them and unset "
+            "the other."
         )
     if not args.kl_enabled:
-        # TRL 1.12 asked for the argument in any case, so a script may well pass it.
+        # Not an error, because TRL 1.12 required this argument and old scripts pass it.
         warnings.warn(
             "`ref_model` is not used while `kl_penalty_coef=0.0`. Set `kl_monitor=True` to measure the KL.",
             stacklevel=3,
@@ -116,25 +116,25 @@ def check_ref_model(args: KLXPPOConfig, model: Any, ref_model: nn.Module | None)
 
 
 def activate_adapter(model: Any, peft_config: Any, name: str | None) -> None:
-    """Make the adapter that is to be trained the active one."""
+    """Activate the adapter to train."""
     if name is None or (peft_config is not None and name == "default"):
         return
     known = list(model.peft_config) if is_peft_model(model) else []
     if name not in known:
         raise ValueError(
-            f"`model_adapter_name={name!r}` is not an adapter of the policy, which has {known}. Leave it unset, or choose "
-            "one of them."
+            f"`model_adapter_name={name!r}` is not an adapter of the policy, which has {known}. Leave it unset, or "
+            "choose one of them."
         )
     model.set_adapter(name)
 
 
 def check_prompts(args: KLXPPOConfig, dataset: Any) -> None:
-    """Refuse data from which not one rollout can be filled: the sampler would give nothing, and training do nothing."""
+    """Refuse a dataset too small for one rollout: the sampler would yield nothing, and training would do nothing."""
     assert args.generation_batch_size is not None
     needed = args.generation_batch_size // args.num_generations
     if isinstance(dataset, Dataset) and len(dataset) < needed:
         raise ValueError(
-            f"`train_dataset` has {len(dataset)} prompts, but a rollout takes {needed}. Give more prompts, or lower "
+            f"`train_dataset` has {len(dataset)} prompts, but a rollout needs {needed}. Add prompts, or lower "
             "`per_device_train_batch_size` or `gradient_accumulation_steps`."
         )
 
@@ -142,27 +142,27 @@ def check_prompts(args: KLXPPOConfig, dataset: Any) -> None:
 def train_with_optimizer(
     optimizer: torch.optim.Optimizer, scheduler: Any, module: nn.Module, learning_rate: float | None
 ) -> None:
-    """Bring the value function into an optimizer that was made before it, with its own learning rate if there is one."""
+    """Add the value function to the user's optimizer, with its own learning rate if one is set."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [parameter for parameter in module.parameters() if id(parameter) not in known]
     if not missing:
         if learning_rate is not None:
             raise ValueError(
-                f"`value_learning_rate={learning_rate}` has no effect with an optimizer that has the value function already. "
-                "Set the learning rate there, and unset `value_learning_rate`."
+                f"`value_learning_rate={learning_rate}` has no effect with an optimizer that already has the value "
+                "function. Set the learning rate in the optimizer, and unset `value_learning_rate`."
             )
         return
     if scheduler is not None:
         raise ValueError(
-            "`optimizers` has a scheduler for an optimizer without the value function. Pass `(optimizer, None)`, so that "
-            "the trainer adds the value function and makes the scheduler, or pass a `value_model` whose parameters the "
-            "optimizer has."
+            "`optimizers` has a scheduler for an optimizer without the value function. Pass `(optimizer, None)` to "
+            "let the trainer add the value function and create the scheduler, or pass a `value_model` and give its "
+            "parameters to the optimizer."
         )
     optimizer.add_param_group({"params": missing} | ({} if learning_rate is None else {"lr": learning_rate}))
 
 
 def split_off(optimizer: torch.optim.Optimizer, module: nn.Module, learning_rate: float) -> None:
-    """Give the parameters of a module groups of their own, with another learning rate. They come last."""
+    """Move a module's parameters to separate groups with another learning rate. The new groups come last."""
     chosen = {id(parameter) for parameter in module.parameters()}
     for group in list(optimizer.param_groups):
         moved = [parameter for parameter in group["params"] if id(parameter) in chosen]

@@ -1,4 +1,4 @@
-"""Padding whose token id has no row in a model's embeddings."""
+"""Support for a padding token whose id has no row in a model's embeddings."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ from ..control.forward_pass import causal_lm
 @dataclass(frozen=True)
 class SkipPadding:
     """
-    Forward pre-hook of an embedding that reads padding as token 0. The attention mask hides the result. Every other token
-    passes unchanged, so that a token without a row still raises.
+    Forward pre-hook that makes an embedding read padding as token 0. The attention mask hides the result. Other tokens
+    pass unchanged, so any other token without a row still raises.
 
     Args:
         pad_token_id (`int`):
@@ -31,31 +31,31 @@ class SkipPadding:
 
 
 def _find_table(model: Any) -> tuple[nn.Module, nn.Embedding] | None:
-    """What the model calls with its tokens, and the table inside: PEFT may have wrapped the one around the other."""
+    """The module that embeds the model's tokens, and the table inside it. They differ if PEFT wraps the table."""
     try:
         embedding = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
-        return None  # a module of the user's that does not say what it embeds
+        return None  # a user's module without input embeddings
     table = next((module for module in embedding.modules() if isinstance(module, nn.Embedding)), None)
     return None if table is None else (embedding, table)
 
 
 def skip_padding(model: nn.Module, pad_token_id: int | None) -> bool:
     """
-    Let a model read padding whose id has no row in its embeddings, as that of a token that was added to the tokenizer
-    alone. Nothing is done to a model that has the row.
+    Let a model read padding whose id has no row in its embeddings, for example because the padding token was added
+    only to the tokenizer. A model that has the row is left alone.
 
     Args:
         model (`nn.Module`):
-            Model that is given padded tokens.
+            Model that reads padded tokens.
         pad_token_id (`int` or `None`):
-            Id of the padding.
+            Id of the padding token.
 
     Returns:
         `bool`: Whether the row is missing.
     """
     found = _find_table(model)
-    # The number that the table was made for: under ZeRO-3 the weight itself is empty between two forwards.
+    # Not the weight's shape: under ZeRO-3 the weight is empty between forward passes.
     if found is None or pad_token_id is None or pad_token_id < found[1].num_embeddings:
         return False
     embedding, hook = found[0], SkipPadding(pad_token_id)
@@ -66,7 +66,7 @@ def skip_padding(model: nn.Module, pad_token_id: int | None) -> bool:
 
 def skip_padding_in_policy(policy: nn.Module, pad_token_id: int | None) -> bool:
     """
-    [`skip_padding`] for the policy, and keep that id out of its configs wherever they are read to build a model:
+    Call [`skip_padding`] on the policy, and keep the id out of its configs whenever a model is built from them:
     `from_pretrained` would look for the row.
     """
     if pad_token_id is None or not skip_padding(policy, pad_token_id):
@@ -74,21 +74,21 @@ def skip_padding_in_policy(policy: nn.Module, pad_token_id: int | None) -> bool:
     model = causal_lm(policy)
     for config in _configs_with(model, pad_token_id):
         config.pad_token_id = _own_padding(model)
-    # A partial, because a copy of the policy then saves itself.
+    # A partial rather than a closure, so that a copy of the policy saves itself.
     model.save_pretrained = functools.partial(_save_loadable, model, pad_token_id, model.save_pretrained)
     return True
 
 
 def mask_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor, *others: Any) -> tuple[Any, ...]:
     """
-    Arguments of TRL's log-prob method, with 0 for padding. TRL looks up the log-prob of every token, and some versions do so
-    for padding too.
+    Replace padding by 0 in the arguments of TRL's log-prob method. Some versions of TRL look up the log-probs of
+    padding tokens too.
     """
     return input_ids.masked_fill(attention_mask == 0, 0), attention_mask, *others
 
 
 def skip_padding_in_other_models(trainer: Any, value_model: nn.Module | None) -> None:
-    """[`skip_padding`] for all that reads what the policy has sampled: reference, value model and reward models."""
+    """Call [`skip_padding`] on the other models that read the policy's samples: reference, value and reward models."""
     pad_token_id = trainer._tokenizer.pad_token_id
     readers = [(value_model, pad_token_id), (getattr(trainer.kl_reference, "model", None), pad_token_id)]
     for reward_func, tokenizer in zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True):
@@ -105,14 +105,14 @@ def _configs_with(model: Any, pad_token_id: int) -> list[Any]:
 
 
 def _own_padding(model: nn.Module) -> int | None:
-    """The padding with which the model was made."""
+    """The padding id that the model was built with."""
     found = _find_table(model)
     return None if found is None else found[1].padding_idx
 
 
 @contextmanager
 def _loadable(model: nn.Module, pad_token_id: int) -> Iterator[None]:
-    # The host writes the tokenizer's padding into the configs again when training begins.
+    # The host trainer writes the tokenizer's padding id into the configs again when training begins.
     configs = _configs_with(model, pad_token_id)
     for config in configs:
         config.pad_token_id = _own_padding(model)

@@ -8,9 +8,9 @@ import torch
 
 class RewardScaler:
     """
-    Divides scores by a standard deviation, then clips them. The deviation is that of all scores so far (`"running"`) or
-    that of the first rollouts, up to the first whose scores differ (`"ref"`), over all processes; the mean is never
-    taken away, since the baseline does that.
+    Divides scores by their standard deviation over all processes, then clips them. The standard deviation covers all
+    scores so far (`"running"`), or those up to and including the first rollout whose scores differ (`"ref"`). The mean
+    is not subtracted, because the baseline does that.
 
     Args:
         kind (`str`):
@@ -27,12 +27,12 @@ class RewardScaler:
 
     @property
     def std(self) -> float:
-        """Standard deviation of all scores so far; 1 while there is none."""
+        """Standard deviation of all scores so far, or 1 if they do not vary."""
         std = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
         return std if std > 0.0 else 1.0
 
     def _observe(self, scores: list[float]) -> None:
-        """Chan et al.'s update of mean and sum of squared deviations by a batch."""
+        """Update mean and sum of squared deviations with a batch (Chan et al. 1983)."""
         count = len(scores)
         if not count:
             return
@@ -51,7 +51,7 @@ class RewardScaler:
             valid (`torch.Tensor` of shape `(N,)`):
                 Which of them count.
             update (`bool`):
-                Whether to learn from them; evaluation does not.
+                Whether to update the standard deviation; `False` in evaluation.
         """
         if self.kind != "none":
             if update:

@@ -1,4 +1,4 @@
-"""What the reward model reads: the token ids of the rollout, and not its text tokenized again."""
+"""Lets the reward model read the token ids of the rollout instead of tokenizing its text again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,10 @@ from ..control.rollout import Rollout
 
 class RolloutTokens:
     """
-    Stands in for the tokenizer of a reward model that shares the policy's. TRL decodes prompts and completions and has the
-    reward model's tokenizer tokenize the text. That loses the special tokens of the completion, and often splits the rest
-    differently. While a batch is being generated, this one answers with the ids that were sampled. All else, and every call
-    outside of generation, goes to the tokenizer.
+    Replaces the tokenizer of a reward model that shares the policy's tokenizer. TRL decodes prompts and completions
+    and tokenizes the text again for the reward model, which loses the completion's special tokens and often splits the
+    rest differently. While a batch is being generated, calling this object returns the sampled ids. At other times,
+    and for everything else, it behaves like the tokenizer.
 
     Args:
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
@@ -27,16 +27,16 @@ class RolloutTokens:
     processing_class: Any
 
     def __init__(self, processing_class: Any, current_rollout: Callable[[], Rollout | None]):
-        # Not by assignment, which reaches the tokenizer.
+        # Assignment would set attributes of the tokenizer.
         vars(self).update(processing_class=processing_class, current_rollout=current_rollout)
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer itself, also where a processor was given."""
+        """The tokenizer, even if `processing_class` is a processor."""
         return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     def __getattr__(self, name: str) -> Any:
-        # Only what this object lacks comes here. A copy lacks everything at first, and must not look for it in itself.
+        # Python calls this only for missing attributes. A new copy has none yet, and looking them up would recurse.
         if "processing_class" not in vars(self):
             raise AttributeError(name)
         owner = self.processing_class if hasattr(self.processing_class, name) else self.tokenizer
@@ -53,8 +53,8 @@ class RolloutTokens:
         rows = [torch.tensor([*prompt, *completion], dtype=torch.long) for prompt, completion in pairs]
         if len(rows) != len(text):
             raise ValueError(
-                f"The reward model was given {len(text)} texts for a rollout of {len(rows)} completions, so that their "
-                "tokens are not known. Pass it in `reward_funcs`, which makes it read the texts."
+                f"The reward model was given {len(text)} texts for a rollout of {len(rows)} completions, so their "
+                "tokens are unknown. Pass it in `reward_funcs`, where it reads the texts."
             )
         ids = pad(rows, padding_value=self.tokenizer.pad_token_id, padding_side="right")
         mask = pad([torch.ones_like(row) for row in rows], padding_value=0, padding_side="right")

@@ -23,7 +23,7 @@ else:
 
 
 class ScoringMixin(_Host):
-    """Ends completions at tokens and texts of the user's, and turns rewards into one score per completion."""
+    """Ends completions at the user's stop token and strings, and turns rewards into one score per completion."""
 
     _ppo_scaler: RewardScaler
     if TYPE_CHECKING:
@@ -32,15 +32,15 @@ class ScoringMixin(_Host):
     # ---- The end of a completion ----
 
     def _ppo_stop_at_token(self) -> None:
-        """Let a token of the user's end a completion, as EOS does."""
+        """Let `stop_token_id` end a completion, as EOS does."""
         stop = self.args.stop_token_id
         if stop is not None and stop not in self.eos_token_ids:
-            # Not in place: the list may be that of the policy's own generation config.
+            # Not in place, because the policy's own generation config may hold the same list.
             self.eos_token_ids = [*self.eos_token_ids, stop]
             self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
 
     def _ppo_stop_at_strings(self, policy: nn.Module) -> None:
-        """Let a text of the user's end a completion, as EOS does."""
+        """Let `stop_strings` end a completion, as EOS does."""
         if self.args.stop_strings:
             model: Any = policy
             model.generate = functools.partial(generate_until, model.generate, self._tokenizer, self.args.stop_strings)
@@ -49,7 +49,7 @@ class ScoringMixin(_Host):
         parent: Any = super()
         completion_ids, *others = parent._generate_single_turn(*args, **kwargs)
         if self.args.stop_strings:
-            # TRL ends a completion at EOS. After a text, `generate` goes on with padding up to the longest completion.
+            # After a stop string, `generate` pads up to the longest completion, and TRL cuts only after EOS.
             completion_ids = [self._ppo_unpadded(ids) for ids in completion_ids]
         return completion_ids, *others
 
@@ -63,7 +63,7 @@ class ScoringMixin(_Host):
         return holds_text(self._tokenizer, self.args.stop_strings or [], ids)
 
     def _ppo_ended(self, batch: Batch) -> torch.Tensor:
-        """Which completions came to an end of their own. With tools, an EOS token ends every turn: the last one counts."""
+        """Whether each completion ended by itself. With tools, EOS ends every turn, so only the last token counts."""
         ids, lengths = batch["completion_ids"], batch["completion_mask"].sum(1)
         last = ids.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
         ended = torch.isin(last, torch.tensor(self.eos_token_ids, device=ids.device))
@@ -79,14 +79,14 @@ class ScoringMixin(_Host):
         rewards: torch.Tensor = parent._calculate_rewards(*args, **kwargs)  # of all processes
         infinite = rewards.isinf()
         self._klx_window[self._klx_mode].add("ppo/infinite_rewards", infinite.sum(), infinite.new_ones(()))
-        # One step on an infinite reward would leave no weight finite.
+        # One step on an infinite reward would make all weights NaN or infinite.
         rewards = rewards.masked_fill(infinite, torch.nan)
         assert self._klx_rollout is not None
         self._klx_rollout.rewards = rewards
         return rewards
 
     def _ppo_score(self, batch: Batch, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The score of each completion of this process, and whether it has one, from the rewards of all processes."""
+        """The score of each completion on this process, and whether it has one, given the rewards of all processes."""
         unscorable = torch.isnan(rewards).all(dim=1)
         scores = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         scores = self._ppo_scaler(scores, ~unscorable, update=self._klx_mode == "train")
@@ -99,7 +99,7 @@ class ScoringMixin(_Host):
 
     def _klx_read_window(self, mode: str) -> dict[str, float]:
         metrics = super()._klx_read_window(mode)
-        # Said here, where the numbers are waited for anyway.
+        # Checked here, because reading the metrics waits for the device anyway.
         if metrics.pop("ppo/infinite_rewards", 0.0) > 0:
-            warnings.warn("Infinite rewards are left out, as if the reward function had returned None.", stacklevel=2)
+            warnings.warn("Infinite rewards are ignored, as if the reward function had returned None.", stacklevel=2)
         return metrics

@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList, StopStri
 
 class StopTexts(StopStringCriteria):
     """
-    Stops a row once its completion holds one of the texts. What the prompt ends with is not looked at: a text that
-    begins there is not the completion's.
+    Stops a row once its completion contains one of the texts. A text that begins in the prompt does not count.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
@@ -18,7 +17,7 @@ class StopTexts(StopStringCriteria):
         texts (`list[str]`):
             Texts that end a completion.
         prompt_length (`int`):
-            Tokens of the prompt, padding included.
+            Length of the prompt in tokens, including padding.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: list[str], prompt_length: int):
@@ -37,15 +36,15 @@ def generate_until(
     inputs: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`generate` of a model, with texts that end a completion, beside EOS."""
+    """Call a model's `generate` with texts that end a completion, in addition to EOS."""
     prompt = inputs if inputs is not None else kwargs.get("input_ids")
     criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
-    # Without token ids (`inputs_embeds`) the output is the completion alone.
+    # With `inputs_embeds` instead of token ids, the output is the completion alone.
     criteria.append(StopTexts(tokenizer, texts, 0 if prompt is None else prompt.size(1)))
     return generate(inputs, stopping_criteria=criteria, **kwargs)
 
 
 def holds_text(tokenizer: PreTrainedTokenizerBase, texts: list[str], ids: list[int]) -> bool:
-    """Whether a completion holds one of the texts."""
+    """Whether a completion contains one of the texts."""
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return any(stop in text for stop in texts)

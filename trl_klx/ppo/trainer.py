@@ -1,4 +1,4 @@
-"""PPO on TRL's present stack, with KL control."""
+"""PPO on today's TRL, with KL control."""
 
 import functools
 import textwrap
@@ -42,8 +42,8 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
     models, PEFT, tools, vLLM and continuous batching as in [`~trl.GRPOTrainer`], with a value function, generalized
     advantage estimation and the KL control of this package.
 
-    The first arguments are those of TRL 1.12's `PPOTrainer`, in its order; `reward_funcs` and all other arguments of
-    [`~trl.GRPOTrainer`] are taken by keyword.
+    The positional arguments are those of TRL 1.12's `PPOTrainer`, in the same order. `reward_funcs` and all other
+    arguments of [`~trl.GRPOTrainer`] are keyword-only.
 
     Args:
         args ([`KLXPPOConfig`], *optional*):
@@ -53,18 +53,18 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`], *optional*):
             Policy. If unset, `args.sft_model_path`.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            Reference. If unset, the one that the config asks for: by default the initial policy, or the base model under
-            PEFT.
+            Reference. If unset, the config chooses it: by default the initial policy, or the base model under PEFT.
         reward_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Reward model; one more entry of `reward_funcs`. A model reads the token ids of the rollout, and so must share
-            the policy's tokenizer; pass one with another tokenizer in `reward_funcs` and `reward_processing_classes`. A
-            path brings its own tokenizer, and reads the text.
+            Reward model, added to `reward_funcs`. A model object reads the token ids of the rollout, so it must share
+            the policy's tokenizer; otherwise pass it in `reward_funcs`, and its tokenizer in
+            `reward_processing_classes`. A model loaded from a path has its own tokenizer and reads the text.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
             Dataset with a `prompt` column, or with tokenized prompts in `input_ids`.
         value_model ([`~transformers.PreTrainedModel`], *optional*):
-            Sequence-classification model with one label. If unset, the value function is a head on the policy's backbone.
+            Sequence-classification model with one label. If unset, the value function is a head on the policy's
+            backbone.
         data_collator (*optional*):
-            Not used: prompts are padded by the trainer.
+            Not used: the trainer pads the prompts.
         eval_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`] or `dict`, *optional*):
             Dataset for evaluation.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
@@ -103,7 +103,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
         reward_weights: Any
         _logs: Any
         _metrics: Any
-    # PPO looks at every batch, whether or not the KL is measured.
+    # PPO processes every batch, even if the KL is not measured.
     _klx_active = True
 
     def __init__(
@@ -175,21 +175,21 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
         accelerator: Any = self.accelerator
         accelerator.clip_grad_norm_ = functools.partial(self._ppo_clip_gradients, accelerator.clip_grad_norm_)
         if self.use_vllm:
-            # vLLM is sent every parameter of the policy, and has no place for a value function.
+            # TRL sends vLLM every parameter of the policy, and vLLM has no place for a value function.
             engine: Any = self.vllm_generation
             engine.sync_weights = functools.partial(call_without_value, policy, engine.sync_weights)
 
     # ---- Construction ----
 
     def _klx_prepare_policy(self, policy: nn.Module) -> None:
-        self._ppo_stop_at_token()  # before the KL is told which tokens end a completion
+        self._ppo_stop_at_token()  # before KL control reads which tokens end a completion
         self._ppo_masks_padding = skip_padding_in_policy(policy, self._tokenizer.pad_token_id)
         if self.args.num_layers_unfrozen is None:
             return
         if is_peft_model(policy):
             raise ValueError(
-                f"`num_layers_unfrozen={self.args.num_layers_unfrozen}` cannot be used with PEFT, which freezes the base "
-                "model already. Set `layers_to_transform` of the `LoraConfig` instead."
+                f"`num_layers_unfrozen={self.args.num_layers_unfrozen}` cannot be used with PEFT, which already "
+                "freezes the base model. Set `layers_to_transform` in the `LoraConfig` instead."
             )
         freeze_bottom_layers(policy, self.args.num_layers_unfrozen)
 
@@ -205,8 +205,8 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
             output, scored = super()._klx_forward(model, args, kwargs, check)
         if not values:
             raise ValueError(
-                "The policy was not called as a whole, so that there are no values. TRL before 1.15 does so with "
-                "`use_liger_kernel=True`: set it to False."
+                "The value function got no forward pass, because TRL did not call the policy as a whole. TRL before "
+                "1.15 does this with `use_liger_kernel=True`: set it to False."
             )
         scored.values = torch.cat(values)  # (B, T)
         return output, scored
@@ -222,8 +222,8 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
     @property
     def _ppo_in_one_pass(self) -> bool:
         """
-        Whether the whole rollout goes through the loss at once and only once. Its forward then gives what would have to be
-        scored at generation otherwise: old log-probs, values, and the KL.
+        Whether the whole rollout goes through the loss at once and only once. That forward pass then provides the old
+        log-probs, the values and the KL, which would otherwise be computed at generation.
         """
         return self._klx_mode == "eval" or self.args.in_one_pass
 
@@ -235,7 +235,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
         return batch
 
     def _klx_reward_advantages(self, batch: Batch) -> torch.Tensor | None:
-        return None  # TRL's are those of groups
+        return None  # TRL's advantages are relative to groups
 
     def _klx_score_batch(self, batch: Batch, rollout: Rollout) -> None:
         if rollout.policy is None and not self._ppo_in_one_pass:
@@ -243,7 +243,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
         super()._klx_score_batch(batch, rollout)
         assert rollout.rewards is not None
         scores, scorable = self._ppo_score(batch, rollout.rewards)
-        # TRL shuffles a batch before the loss.
+        # TRL shuffles the batch before the loss, so each completion keeps its row number.
         rows = torch.arange(len(scores), device=scores.device)
         batch |= {"ppo_scores": scores, "ppo_scorable": scorable, "ppo_rows": rows}
         if rollout.policy is not None:
@@ -252,7 +252,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
 
     @torch.no_grad()
     def _ppo_estimate(self, batch: Batch, values: torch.Tensor) -> None:
-        """Rewards, advantages and returns of a rollout."""
+        """Add a rollout's rewards, advantages and returns to the batch and the metrics."""
         mode, args = self._klx_mode, self.args
         scores, scorable, rows = batch.pop("ppo_scores"), batch.pop("ppo_scorable"), batch.pop("ppo_rows")
         mask = self._klx_generated(batch) & scorable.unsqueeze(1)
@@ -277,8 +277,8 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
         self._ppo_correct_logs(mode, sequence_means(advantages, mask).squeeze(1)[rows.argsort()])
 
     def _ppo_correct_logs(self, mode: str, advantages: torch.Tensor) -> None:
-        """Put PPO's advantages, one of each completion, in the place of those of groups in what TRL logs."""
-        # How many groups have no spread says nothing about PPO.
+        """Replace the group advantages in TRL's logs by PPO's, averaged over each completion."""
+        # The fraction of groups without spread means nothing in PPO.
         self._metrics[mode].pop("frac_reward_zero_std", None)
         if self.log_completions:
             means = gather(advantages).tolist()
@@ -314,8 +314,8 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
             self.args.cliprange_value,
         )
         tokens = mask.sum()
-        # Each token weighs the same, in whichever micro-batch and on whichever process it lies: the mean over this
-        # micro-batch is weighted by its share of the tokens of one optimizer step.
+        # All tokens of an optimizer step have the same weight, whatever their micro-batch and process: the mean over
+        # this micro-batch is weighted by its share of the step's tokens.
         normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         steps = 1.0
         if mode == "train":

@@ -16,12 +16,12 @@ else:
     _Host = object
 
 
-# Fields of TRL 1.12's PPOConfig that live on under another name.
+# Fields of TRL 1.12's PPOConfig that have another name today.
 RENAMED = {
     "kl_coef": "kl_penalty_coef",
     "response_length": "max_completion_length",
 }
-# Fields of TRL 1.12's PPOConfig that its trainer computed, and what they came from.
+# Fields of TRL 1.12's PPOConfig that its trainer computed, and how.
 COMPUTED = {
     "world_size": "the number of processes that are launched",
     "num_total_batches": "`total_episodes` divided by the completions of a rollout",
@@ -33,7 +33,7 @@ COMPUTED = {
 }
 
 TRL112_RULES = {
-    "stop_token": one_of(("eos",), "EOS always ends a completion. For another end, set `stop_strings`."),
+    "stop_token": one_of(("eos",), "EOS always ends a completion. To end it elsewhere, set `stop_strings`."),
     "num_sample_generations": number(">= 0", 0, "Set `log_completions=True` instead.", kind=int),
     "dataset_num_proc": number(">= 1", 1, "Leave it unset for one process.", kind=int),
 }
@@ -42,24 +42,24 @@ TRL112_RULES = {
 @dataclass
 class TRL112Fields(_Host):
     r"""
-    The part of TRL 1.12's `PPOConfig` that a new script does not need. [`KLXPPOConfig`] takes these fields, so that an old
-    script runs as it is.
+    The fields of TRL 1.12's `PPOConfig` that new scripts do not need. [`KLXPPOConfig`] accepts them, so that old
+    scripts run unchanged.
 
     Parameters:
         stop_token (`str`, *optional*):
             `"eos"`, which always ends a completion.
         model_adapter_name (`str`, *optional*):
-            Adapter of a `PeftModel` that is trained.
+            Name of the adapter to train, if the policy is a `PeftModel`.
         ref_adapter_name (`str`, *optional*):
-            Adapter of a `PeftModel` that is the reference.
+            Name of the adapter that is the reference, if the policy is a `PeftModel`.
         sft_model_path (`str`, *optional*):
-            Policy, where the trainer is given none.
+            Policy to load when no `model` is passed.
         reward_model_path (`str`, *optional*):
-            Reward model, where the trainer is given no reward.
+            Reward model to load when no reward is passed.
         num_sample_generations (`int`, *optional*):
             A positive number switches `log_completions` on.
         dataset_num_proc (`int`, *optional*):
-            Processes that turn tokenized data (`input_ids`) into prompts.
+            Number of processes that turn tokenized data (`input_ids`) into prompts.
         kl_coef (`float`, *optional*):
             Former name of `kl_penalty_coef`.
         response_length (`int`, *optional*):
@@ -70,20 +70,20 @@ class TRL112Fields(_Host):
         default=None, metadata={"help": "'eos', which always ends a completion.", "choices": ["eos"]}
     )
     model_adapter_name: str | None = field(
-        default=None, metadata={"help": "Adapter of a `PeftModel` that is trained."}
+        default=None, metadata={"help": "Name of the adapter to train, if the policy is a `PeftModel`."}
     )
     ref_adapter_name: str | None = field(
-        default=None, metadata={"help": "Adapter of a `PeftModel` that is the reference."}
+        default=None, metadata={"help": "Name of the adapter that is the reference, if the policy is a `PeftModel`."}
     )
-    sft_model_path: str | None = field(default=None, metadata={"help": "Policy, where the trainer is given none."})
+    sft_model_path: str | None = field(default=None, metadata={"help": "Policy to load when no `model` is passed."})
     reward_model_path: str | None = field(
-        default=None, metadata={"help": "Reward model, where the trainer is given no reward."}
+        default=None, metadata={"help": "Reward model to load when no reward is passed."}
     )
     num_sample_generations: int | None = field(
         default=None, metadata={"help": "A positive number switches `log_completions` on."}
     )
     dataset_num_proc: int | None = field(
-        default=None, metadata={"help": "Processes that turn tokenized data into prompts."}
+        default=None, metadata={"help": "Number of processes that turn tokenized data into prompts."}
     )
     kl_coef: float | None = field(default=None, metadata={"help": "Former name of `kl_penalty_coef`."})
     response_length: int | None = field(default=None, metadata={"help": "Former name of `max_completion_length`."})
@@ -97,14 +97,18 @@ class TRL112Fields(_Host):
         return self.__dataclass_fields__[name].default
 
     def _map_former_fields(self) -> None:
-        """Move what was set by a former name to today's. To be called from `__post_init__`, for the warnings' sake."""
+        """
+        Move values set under a former name to today's name. Call this from `__post_init__`, so that the warnings point
+        to the user's code.
+        """
         for old, new in RENAMED.items():
             value = getattr(self, old)
             if value is None:
                 continue
             if getattr(self, new) not in (self._default(new), value):
                 raise ValueError(
-                    f"`{old}={value!r}` is the former name of `{new}`, which is {getattr(self, new)!r}. Set only `{new}`."
+                    f"`{old}={value!r}` is the former name of `{new}`, which is set to {getattr(self, new)!r}. Set "
+                    f"only `{new}`."
                 )
             warnings.warn(f"`{old}` is now called `{new}`.", FutureWarning, stacklevel=4)
             setattr(self, new, value)
@@ -116,7 +120,7 @@ class TRL112Fields(_Host):
         name = self.ref_adapter_name
         if name is None:
             return
-        if self.kl_penalty_coef == 0.0 and not self.kl_monitor:
+        if not self.kl_enabled:
             raise ValueError(
                 f"`ref_adapter_name={name!r}` has no effect while `kl_penalty_coef=0.0`. Unset it, or set "
                 "`kl_monitor=True` to only measure the KL."

@@ -17,15 +17,15 @@ else:
 
 
 class TRL112Methods(_Host):
-    """The part of TRL 1.12's `PPOTrainer` that a new script does not need."""
+    """The methods of TRL 1.12's `PPOTrainer` that new scripts do not need."""
 
     def generate_completions(self, sampling: bool = False) -> None:
         """
-        Complete the prompts of the evaluation data and show the completions, as the last line of many scripts does.
+        Complete the evaluation prompts and show the completions. Many scripts call this in their last line.
 
         Args:
             sampling (`bool`, *optional*, defaults to `False`):
-                Whether one batch is enough.
+                Whether to complete only one batch.
         """
         warnings.warn(
             "`generate_completions` is now `evaluate`, with `log_completions=True`.", FutureWarning, stacklevel=2

@@ -1,4 +1,4 @@
-"""The value function of PPO: a branch off the policy's backbone, or a model of its own."""
+"""PPO's value function: a branch of the policy's backbone, or a separate model."""
 
 import dataclasses
 import functools
@@ -16,30 +16,30 @@ from ..references.sharding import join_parts
 from .policy_layers import top_layers
 
 
-# Name under which the value function hangs on the policy, so that optimizer, DDP, FSDP and DeepSpeed see it.
+# The value function is a submodule of the policy with this name, so that optimizer, DDP, FSDP and DeepSpeed see it.
 VALUE_MODULE = "klx_value"
 
-# Arguments of one call of a layer.
+# Arguments of one call to a layer.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ValueHead(nn.Module):
     """
-    Copies of the policy's top layers and a two-layer head on them: from hidden states of the policy to values, in units of
-    the returns (see [`ReturnScale`]). The head's last layer starts at zero, so that the first advantages are those of no
-    baseline rather than of a random one.
+    Copies of the policy's top layers with a two-layer head on top. Maps the policy's hidden states to values in units
+    of the returns (see [`ReturnScale`]). The head's last layer starts at zero, so the first advantages use no baseline
+    rather than a random one.
 
     Args:
         hidden_size (`int`):
             Width of the hidden states.
         dtype (`torch.dtype`):
-            Type of the parameters.
+            Dtype of the parameters.
         device (`torch.device`):
             Device of the parameters.
         seed (`int`):
-            Seed of the initialisation, so that every process starts alike.
+            Seed of the initialisation, so that all processes start with the same weights.
         layers (`Iterable[nn.Module]`, *optional*, defaults to `()`):
-            Layers that the hidden states go through first; see [`~policy_layers.copy_top_layers`].
+            Layers that the hidden states pass through first; see [`~policy_layers.copy_top_layers`].
         detached (`bool`, *optional*, defaults to `True`):
             Whether gradients stop at the policy's hidden states, so that the value loss does not move the policy.
     """
@@ -56,7 +56,7 @@ class ValueHead(nn.Module):
         super().__init__()
         self.detached = detached
         self.layers = nn.ModuleList(layers)
-        # The rollouts of a seeded run must not depend on there being a value head.
+        # Creating a value head must not change the rollouts of a seeded run.
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.norm = nn.LayerNorm(hidden_size)
@@ -70,26 +70,26 @@ class ValueHead(nn.Module):
         """
         Args:
             hidden (`torch.Tensor`):
-                What the policy's layers are given of which `layers` are copies, shape `(B, L, H)`; its last hidden states
-                where there are none.
+                Input of the first of the policy's layers that `layers` copy, shape `(B, L, H)`; the policy's last
+                hidden states if `layers` is empty.
             calls (`list` of `tuple`):
-                Further arguments that each of those layers is given.
+                Other arguments with which the policy calls each of those layers.
             keep (`slice`):
-                Positions whose values are asked for.
+                Positions to compute values for.
 
         Returns:
             `torch.Tensor`: Values, shape `(B, T)`.
         """
         kind, dtype = hidden.device.type, hidden.dtype
         if self.detached:
-            # A leaf, because a checkpointed layer may need an input with a gradient.
+            # A leaf that requires a gradient, because a checkpointed layer may need such an input.
             hidden = hidden.detach().requires_grad_(torch.is_grad_enabled())
-        # Attention kernels may know no other type than the policy's.
+        # Attention kernels may support only the policy's dtype.
         with nullcontext() if dtype == torch.float32 else torch.autocast(kind, dtype=dtype):
             for layer, (args, kwargs) in zip(self.layers, calls, strict=True):
                 hidden = layer(hidden.to(self.inner.weight.dtype), *args, **kwargs)
                 hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-        # Autocast would compute in bf16 what is to be regressed on in fp32.
+        # Autocast would compute the values in bf16, but regression needs fp32.
         with torch.autocast(kind, enabled=False):
             hidden = self.norm(hidden[:, keep].to(self.inner.weight.dtype))
             values: torch.Tensor = self.outer(torch.relu(self.inner(hidden))).squeeze(-1)
@@ -116,8 +116,8 @@ class ValueModel(nn.Module):
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """`(B, L)` tokens to `(B, L)` values."""
-        model = causal_lm(self.model)  # without the wrapper of PEFT, whose layers are inside
+        """Map `(B, L)` tokens to `(B, L)` values."""
+        model = causal_lm(self.model)  # without PEFT's wrapper; the adapter's layers are inside the model
         hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
         values: torch.Tensor = model.score(hidden).squeeze(-1)
         return values
@@ -125,25 +125,26 @@ class ValueModel(nn.Module):
 
 class ReturnScale:
     """
-    Mean and standard deviation of the returns of the last rollouts, in which the value head counts. The value loss is then
-    of the same size whatever the rewards and the penalty are.
+    Mean and standard deviation of recent returns. The value head predicts returns in these units, so the size of the
+    value loss does not depend on the scale of the rewards and the penalty.
 
-    What a rollout showed counts from the next rollout on, so that values before and after an update can be compared.
+    A rollout changes the scale only from the next rollout on, so that values before and after an update can be
+    compared.
     """
 
-    DECAY = 0.9  # of the weight of a rollout, with every rollout that follows it
+    DECAY = 0.9  # of a rollout's weight, with each later rollout
 
     def __init__(self) -> None:
-        # Count, sum and sum of squares: those in use, and those of the next rollout.
+        # Count, sum and sum of squares: those in use, and those for the next rollout.
         self._moments: torch.Tensor | None = None
         self._next: torch.Tensor | None = None
 
     def observe(self, moments: torch.Tensor) -> None:
-        """Take in the moments of a rollout's returns over all processes."""
+        """Add the moments of a rollout's returns, summed over all processes."""
         self._next = moments if self._moments is None else self.DECAY * self._moments + moments
 
     def advance(self) -> None:
-        """Begin a rollout."""
+        """Begin a rollout, with the scale observed so far."""
         self._moments = self._next
 
     @property
@@ -152,7 +153,7 @@ class ReturnScale:
 
     @property
     def std(self) -> torch.Tensor | float:
-        """1 as long as the returns do not vary."""
+        """Standard deviation of the returns, or 1 if they do not vary."""
         if self._moments is None:
             return 1.0
         count, total, squares = (self._moments / self._moments[0].clamp(min=1.0)).unbind()
@@ -164,7 +165,7 @@ class ReturnScale:
         return {name: None if tensor is None else tensor.tolist() for name, tensor in moments.items()}
 
     def load_state_dict(self, state: dict[str, list[float] | None] | None, device: torch.device) -> None:
-        """Load what [`~ReturnScale.state_dict`] returned; `None` starts anew."""
+        """Load the result of [`~ReturnScale.state_dict`]; `None` resets the scale."""
         self._moments, self._next = (self._read((state or {}).get(name), device) for name in ("in_use", "next"))
 
     @staticmethod
@@ -180,14 +181,14 @@ class ReturnScale:
 
 class ValueFunction:
     """
-    Hangs a value module on the policy and records its values during the policy's own forward passes: no second pass,
-    and a graph that starts inside the wrapped forward, where DDP looks for the parameters in use.
+    Attaches a value module to the policy and records its values during the policy's own forward passes. This avoids a
+    second pass, and starts the graph inside the wrapped forward, where DDP looks for the parameters in use.
 
     Args:
         policy (`nn.Module`):
             Policy.
         module ([`ValueHead`] or [`ValueModel`]):
-            What computes the values.
+            Module that computes the values.
     """
 
     def __init__(self, policy: Any, module: "ValueHead | ValueModel"):
@@ -204,12 +205,12 @@ class ValueFunction:
                 layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
             causal_lm(policy).base_model.register_forward_hook(self._after_backbone)
         policy.register_forward_hook(self._after_policy, with_kwargs=True)
-        # A user may save the policy without going through the trainer. Partials, because a copy of the policy then
-        # saves itself, where a closure would go on saving the original.
+        # Users may save the policy without the trainer. With a partial, a copy of the policy saves itself; a closure
+        # would still save the original.
         policy.save_pretrained = functools.partial(call_without_value, policy, policy.save_pretrained)
 
     def _before_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A checkpointed layer is called again in the backward pass, when nothing is recorded.
+        # The backward pass calls checkpointed layers again, when nothing is being recorded.
         if self._keep is not None:
             self._calls.append((args, kwargs))
 
@@ -221,11 +222,11 @@ class ValueFunction:
         hidden = calls[0][0] if calls else output.last_hidden_state
         if len(calls) != len(self.module.layers) or hidden.dim() != 3:
             raise ValueError(
-                f"`num_value_layers={len(self.module.layers)}` does not fit this policy, whose top layers are called "
-                f"{len(calls)} times in a forward pass, with hidden states of shape {tuple(hidden.shape)}. Set "
+                f"`num_value_layers={len(self.module.layers)}` does not fit this policy: its top layers are called "
+                f"{len(calls)} times per forward pass, with hidden states of shape {tuple(hidden.shape)}. Set "
                 "`num_value_layers=0`, or pass a `value_model`."
             )
-        # The state before token t is the position that predicts it.
+        # A token's value is computed at the position that predicts the token.
         values = self.module(hidden, [call[1:] for call in calls], slice(-self._keep - 1, -1)).float()
         self._current = self.scale.mean + self.scale.std * values
 
@@ -238,7 +239,7 @@ class ValueFunction:
         values, self._current = self._current, None
         assert values is not None
         self._recorded.append(values)
-        # DDP takes the parameters for unused from which no output is reached.
+        # DDP treats parameters as unused unless an output depends on them.
         output_class: Any = type(output)
         return _class_with_values(output_class)(**output, klx_values=values)
 
@@ -252,16 +253,16 @@ class ValueFunction:
             self._keep, self._recorded, self._calls = None, [], []
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights, whole and in host memory. Where they are sharded, every process must call this."""
+        """The complete weights, on the CPU. If they are sharded, every process must call this."""
         named = self.module.state_dict(keep_vars=True).items()
         return {name: join_parts(weight).detach().cpu().contiguous() for name, weight in named}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load what [`~ValueFunction.state_dict`] returned, each process its shard."""
+        """Load the result of [`~ValueFunction.state_dict`]. Each process takes its shard."""
         own, slots = dict(state), self.module.state_dict()
         saved, expected = _count_layers(own), _count_layers(slots)
         if isinstance(self.module, ValueHead) and saved != expected and "outer.weight" in own:
-            raise ValueError(f"it has {saved} layers of the policy's, and this trainer's has {expected}")
+            raise ValueError(f"it has {saved} copied layers, but this trainer's has {expected}")
         for name, slot in slots.items():
             if name in own and hasattr(slot, "full_tensor"):
                 from torch.distributed.tensor import distribute_tensor
@@ -270,14 +271,14 @@ class ValueFunction:
         self.module.load_state_dict(own)
 
     def hidden(self) -> AbstractContextManager[None]:
-        """Take the value function off the policy while its weights are saved, loaded or sent elsewhere."""
+        """Remove the value function from the policy while the policy's weights are saved, loaded or sent elsewhere."""
         return _without_value(self.policy)
 
 
 def _split_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
-    """The hidden states that a layer is given, and its other arguments."""
+    """Split a layer's arguments into the hidden states and the others."""
     if args:
         return args[0], args[1:], kwargs
     return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}
@@ -289,14 +290,14 @@ def _count_layers(state: dict[str, torch.Tensor]) -> int:
 
 @functools.cache
 def _class_with_values(output_class: Any) -> Any:
-    """The output class of a model with one more field. DDP builds outputs anew, and only from fields that they have."""
+    """A model's output class with one more field. DDP rebuilds outputs, and only from the fields of their class."""
     field = ("klx_values", torch.Tensor | None, dataclasses.field(default=None))
     return dataclasses.make_dataclass(f"{output_class.__name__}WithValues", [field], bases=(output_class,))
 
 
 @contextmanager
 def _without_value(policy: nn.Module) -> Iterator[None]:
-    # Sharding may have wrapped the module, so what comes back is what was there.
+    # Put back the module that was removed, because sharding may have wrapped it.
     module = policy._modules.pop(VALUE_MODULE, None)
     try:
         yield
@@ -306,6 +307,6 @@ def _without_value(policy: nn.Module) -> Iterator[None]:
 
 
 def call_without_value(policy: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call something that goes through the policy's parameters, with the value function taken off."""
+    """Call a method that reads all of the policy's parameters, with the value function removed."""
     with _without_value(policy):
         return method(*args, **kwargs)

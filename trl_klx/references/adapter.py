@@ -34,13 +34,13 @@ class AdapterReference(KLReference):
         policy ([`~peft.PeftModel`]):
             Policy.
         adapter (`str` or `None`):
-            Adapter that is the reference; `None` for the base model.
+            Name of the adapter that is the reference; `None` for the base model.
         identity (`dict`):
             What the reference is.
         mover ([`Mover`], *optional*):
-            How the adapter follows the policy's.
+            How the adapter follows the policy's adapter.
         initial_adapter (`bool`, *optional*, defaults to `False`):
-            Whether the adapter is a copy of the one with which the run began.
+            Whether the adapter is a copy of the run's initial adapter.
     """
 
     def __init__(

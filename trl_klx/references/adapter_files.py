@@ -31,7 +31,7 @@ PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 class UnusableAdapterError(Exception):
-    """The reason why an adapter cannot serve as a reference."""
+    """An adapter cannot serve as a reference; the message says why."""
 
 
 def local_adapter_folder(path: str) -> str:
@@ -68,7 +68,7 @@ def read_adapter_config(folder: str) -> PeftConfig:
         known = {f.name for f in fields(PEFT_TYPE_TO_CONFIG_MAPPING[content["peft_type"]])}
         unknown = sorted(name for name, value in content.items() if value and name not in known - {"runtime_config"})
         if unknown:
-            raise ValueError(f"the installed PEFT knows no setting {unknown[0]!r}")
+            raise ValueError(f"the installed PEFT does not know the setting {unknown[0]!r}")
         settings = {name: value for name, value in content.items() if name in known}
         config: PeftConfig = PeftConfig.from_peft_type(**settings)  # type: ignore[no-untyped-call]
     except Exception as error:
@@ -85,7 +85,7 @@ def frozen_config(config: PeftConfig, initialised: bool = False) -> PeftConfig:
         config ([`~peft.PeftConfig`]):
             Config of the adapter.
         initialised (`bool`, *optional*, defaults to `False`):
-            Whether the adapter is already part of the policy, so that its initialisation changes nothing any more.
+            Whether the adapter is already part of the policy, so that its initialisation no longer changes anything.
     """
     config = copy.deepcopy(config)
     if config.is_prompt_learning or config.is_adaption_prompt:

@@ -36,7 +36,7 @@ def copy_trained_adapter(model: PeftModel) -> str:
     weights = get_peft_model_state_dict(model, adapter_name=source, save_embedding_layers=False)
     weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
     _attach(model, config, weights)
-    # A copy that computes in another precision than the original would differ from it at the start.
+    # A copy in another precision would differ from the original from the start.
     originals = adapter_tensors(model, source)
     for name, parameter in adapter_tensors(model, REFERENCE_ADAPTER, as_name=source).items():
         parameter.data = parameter.data.to(originals[name].dtype)
@@ -46,8 +46,7 @@ def copy_trained_adapter(model: PeftModel) -> str:
 def load_reference_adapter(model: PeftModel, path: str) -> str:
     """
     Load the adapter at `path` into the policy, frozen, under [`REFERENCE_ADAPTER`]. Only a local safetensors file is
-    read and nothing is unpickled. Every fault of the adapter is found on a weightless copy of the model, before the
-    real one is changed.
+    read and nothing is unpickled. All checks run on a weightless copy of the model, before the real one is changed.
 
     Args:
         model ([`~peft.PeftModel`]):
@@ -100,7 +99,7 @@ def _attach(model: PeftModel, config: PeftConfig, weights: Weights) -> None:
 
 
 def _checked_weights(model: PeftModel, config: PeftConfig, weights: Weights) -> Weights:
-    """The weights to attach, once every name and every shape is known to fit the model exactly."""
+    """Check that every name and shape fits the model exactly, and return the weights to attach."""
     expected = _expected_weights(model, config)
     weights = _without_base_weights(model, weights, expected)
     missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
@@ -118,7 +117,7 @@ def _checked_weights(model: PeftModel, config: PeftConfig, weights: Weights) -> 
                 f"weight {name!r} has shape {tuple(tensor.shape)}, but the model needs {tuple(slot.shape)}."
             )
         if not tensor.is_floating_point():
-            raise UnusableAdapterError(f"weight {name!r} is of type {tensor.dtype}, which holds no weights.")
+            raise UnusableAdapterError(f"weight {name!r} has dtype {tensor.dtype}, expected floating point.")
         if not torch.isfinite(tensor.to(slot.dtype)).all():
             raise UnusableAdapterError(f"weight {name!r} holds NaN or infinite values.")
     return weights
@@ -169,9 +168,9 @@ def _without_base_weights(model: PeftModel, weights: Weights, expected: Weights)
             own = base[plain(name)].detach()
             if own.shape != weights[name].shape or not torch.equal(weights[name].to(own.device, own.dtype), own):
                 raise UnusableAdapterError(
-                    f"it carries {name!r}, a base weight, with other values than the policy's, which it would share. "
-                    "Save it with `save_embedding_layers=False`, and set its new embeddings on the policy's base "
-                    "model."
+                    f"it contains the base weight {name!r}, which it would share with the policy, but the values "
+                    "differ. Save it with `save_embedding_layers=False`, and set its new embeddings on the policy's "
+                    "base model."
                 )
             weights = {key: tensor for key, tensor in weights.items() if key != name}
     return weights

@@ -13,7 +13,7 @@ from .sharding import cut_part, join_parts, local_part, use_written_parts
 
 class KLReference:
     """
-    A frozen policy behind a small interface: inside `active()` there is a model whose log-probs are the reference's.
+    A frozen policy behind a small interface: `active()` provides a model that computes the reference's log-probs.
 
     Subclasses implement `active`, `weights` and `policy_weights`.
 
@@ -23,8 +23,8 @@ class KLReference:
         mover ([`Mover`] or `None`):
             How the weights follow the policy; `None` if the reference does not move.
         initial_adapter (`bool`):
-            Whether the reference is the adapter with which the run began. Only this package's checkpoints hold its
-            weights, and a new run may draw other ones.
+            Whether the reference is the run's initial adapter. Only this package's checkpoints hold its weights, and a
+            new run may draw different ones.
     """
 
     def __init__(self, identity: dict[str, Any], mover: Mover | None = None, initial_adapter: bool = False):
@@ -113,5 +113,5 @@ def _local_parts(weights: Weights) -> Weights:
 
 
 def _weight_name(key: str) -> str:
-    """The name of a weight in the key of a mover's state, which may start with the step of that weight and a `|`."""
+    """The weight's name in a key of a mover's state, which may start with the weight's step and a `|`."""
     return key.rsplit("|", 1)[-1]

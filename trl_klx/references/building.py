@@ -51,12 +51,11 @@ def resolve_reference(
         args ([`ReferenceArgs`]):
             Config.
         policy (`nn.Module`):
-            Policy as it is before the first step.
+            Policy before the first step.
         accelerator ([`~accelerate.Accelerator`]):
             Accelerator of the trainer.
         ref_model (`nn.Module`, *optional*):
-            Model that is the reference, from an argument of the trainer. It excludes the config fields that choose a
-            reference.
+            Model passed to the trainer as the reference. No config field may choose another reference.
         temperature (`float`, *optional*, defaults to `1.0`):
             Sampling temperature of the trainer, at which the log-probs of `ref_model` are computed.
     """
@@ -70,7 +69,7 @@ def resolve_reference(
 
 class ReferenceBuilder:
     """
-    Policy and config of a run, and the steps with which a [`ReferenceKind`] builds its reference.
+    Policy and config of a run, with the steps that a [`ReferenceKind`] builds its reference from.
 
     A step that takes an `identity` adds the hash of the weights to it, unless the reference moves.
 
@@ -78,7 +77,7 @@ class ReferenceBuilder:
         args ([`ReferenceArgs`]):
             Config.
         policy (`nn.Module`):
-            Policy as it is before the first step.
+            Policy before the first step.
         accelerator ([`~accelerate.Accelerator`]):
             Accelerator of the trainer.
         temperature (`float`, *optional*, defaults to `1.0`):
@@ -94,7 +93,7 @@ class ReferenceBuilder:
     @property
     def output_dir(self) -> str:
         """Folder of the run."""
-        # Never `None` in a config that has been built.
+        # Transformers fills it in when the config is built.
         return cast(str, self.args.output_dir)
 
     @property
@@ -198,9 +197,9 @@ class ReferenceBuilder:
         if init not in PLAIN_INITS:
             raise ValueError(
                 f"The policy's adapter was initialised with `init_lora_weights={init!r}`, which moves a part of the "
-                "base weights into the adapter. What remains is not the base model any more, so neither the base "
-                "model nor an adapter of another run can be the KL reference. Set `kl_penalty_reference_step=0` for "
-                "the policy as it starts, or initialise the adapter differently."
+                "base weights into the adapter. What remains is no longer the base model, so neither the base model "
+                "nor an adapter of another run can be the KL reference. Set `kl_penalty_reference_step=0` for the "
+                "initial policy, or initialise the adapter differently."
             )
 
 
@@ -216,7 +215,7 @@ def _check_engine(kind: ReferenceKind, value: Any, builder: ReferenceBuilder) ->
             "`accelerate launch`."
         )
     if kind.moves:
-        choice, remedy = f"{kind.field}={value!r}", "choose a reference that stands still."
+        choice, remedy = f"{kind.field}={value!r}", "choose a reference that does not move."
     elif builder.args.kl_estimator == "full":
         choice, remedy = "kl_estimator='full'", "choose `kl_estimator='k3'`."
     elif builder.args.kl_statistic == "full":

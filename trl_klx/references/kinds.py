@@ -29,7 +29,7 @@ class ReferenceKind:
 
     Attributes:
         field (`str`):
-            Config field that chooses this kind by not being `None`. A config without this field cannot choose it.
+            Config field that chooses this kind if it is not `None`. A config without this field cannot choose it.
         moves (`bool`):
             Whether the reference follows the policy.
         shares_base (`bool`):
@@ -118,7 +118,7 @@ def chosen_reference_fields(args: object) -> dict[str, Any]:
 
 
 def choose_reference_kind(args: object, ref_model: nn.Module | None = None) -> tuple[ReferenceKind, Any]:
-    """The kind of reference that a config and the `ref_model` argument of a trainer ask for, and what chose it."""
+    """The kind of reference that a config or a trainer's `ref_model` argument chooses, and the value that chose it."""
     if ref_model is not None:
         return PassedModelKind(), ref_model
     for field, value in chosen_reference_fields(args).items():
@@ -171,8 +171,8 @@ class AdapterFolderKind(ReferenceKind):
 
     def build_for_model(self, value: str, builder: ReferenceBuilder) -> KLReference:
         raise ValueError(
-            f"`kl_ref_adapter_path={value!r}` needs a PEFT policy, whose base model the adapter shares, got "
-            f"{type(builder.policy).__name__}. Pass a `peft_config` or a `PeftModel`, or choose the reference by "
+            f"`kl_ref_adapter_path={value!r}` needs a PEFT policy, because the adapter shares its base model, but got "
+            f"{type(builder.policy).__name__}. Pass a `peft_config` or a `PeftModel`, or choose the reference with "
             "`kl_penalty_reference_step`."
         )
 
@@ -212,12 +212,12 @@ class NamedAdapterKind(ReferenceKind):
         if value == builder.trained_adapter:
             raise ValueError(
                 f"`ref_adapter_name={value!r}` is the adapter that is trained: the KL would always be 0. Set "
-                "`model_adapter_name` to the one to train, or choose another reference."
+                "`model_adapter_name` to the adapter to train, or choose another reference."
             )
         return builder.present_adapter(value, {"kind": "adapter", "path": value})
 
     def build_for_model(self, value: str, builder: ReferenceBuilder) -> KLReference:
         raise ValueError(
             f"`ref_adapter_name={value!r}` is not an adapter of the policy, which has {builder.adapter_names}. Load "
-            "it into the policy, or give its folder as `kl_ref_adapter_path`."
+            "it into the policy, or set `kl_ref_adapter_path` to its folder."
         )

@@ -69,8 +69,8 @@ def _prepare(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         prepared = prepare_deepspeed(model, accelerator)
     elif fsdp_plugin is not None and fsdp_plugin.fsdp_version == 2:
-        # This shards layer by layer as for the policy, and takes the weights from the main process if only that one
-        # has loaded them. TRL's function would join the whole model at once and trust the weights of every process.
+        # This shards layer by layer, like the policy, and uses the main process's weights if only that process has
+        # loaded them. TRL's function would join the whole model at once and trust the weights of every process.
         prepared = fsdp2_prepare_model(accelerator, model).requires_grad_(False).eval()
     elif fsdp_plugin is not None:
         prepared = cast(nn.Module, prepare_fsdp(model, accelerator))
@@ -80,7 +80,7 @@ def _prepare(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 
 def add_trl_lm_head(model: nn.Module, temperature: float, cast_lm_head_to_fp32: bool) -> None:
-    """Give a model that TRL has not prepared TRL's LM head for log-probs, if this version of TRL has one."""
+    """Add TRL's LM head for log-probs, if this version of TRL has one, to a model that TRL has not prepared."""
     add_fused_lm_head = getattr(trl_utils, "add_fused_lm_head", None)
     if add_fused_lm_head is not None:
         add_fused_lm_head(model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32)
@@ -99,7 +99,7 @@ def frozen_copy(policy: nn.Module, share: bool) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in policy.parameters():
         if is_sharded(parameter):
-            # `from_pretrained` shards them under ZeRO-3. The copy stays in host memory until it is sharded as well.
+            # Under ZeRO-3, `from_pretrained` shards the policy. The copy stays on the CPU until it is sharded as well.
             memo[id(parameter)] = nn.Parameter(join_parts(parameter).detach().cpu(), requires_grad=False)
         elif share and not parameter.requires_grad:
             memo[id(parameter)] = parameter

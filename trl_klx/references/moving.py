@@ -71,11 +71,11 @@ class SyncedReference:
 
 class _Snapshots:
     """
-    Copies of a set of weights in an unnamed file, which the system removes however the process ends.
+    Copies of a set of weights in an unnamed file, which the system removes even if the process is killed.
 
     Args:
         folder (`str`):
-            Folder of the file, created if needed. The system's folder for temporary files would often be in memory.
+            Folder of the file, created if needed. The system's temporary folder is often in memory.
     """
 
     def __init__(self, folder: str):
@@ -85,7 +85,7 @@ class _Snapshots:
 
     def write(self, slot: int, weights: Weights, like: Weights) -> None:
         """
-        Write a copy of `weights` to a slot, in the dtypes of `like`. Its names, shapes and order must never change.
+        Write a copy of `weights` to a slot, in the dtypes of `like`, whose names, shapes and order must never change.
         """
         if self._file is None:
             os.makedirs(self.folder, exist_ok=True)
@@ -108,7 +108,7 @@ class _Snapshots:
                 copies[name] = torch.empty_like(weight, device="cpu")
                 continue
             raw = torch.frombuffer(mapped, dtype=torch.uint8, count=weight.nbytes, offset=offset)
-            # Its offset is where the weight before it ended, which may not be aligned for its dtype.
+            # The weight starts where the previous one ends, which may not be aligned for its dtype.
             raw = raw if raw.data_ptr() % weight.element_size() == 0 else raw.clone()
             copies[name] = raw.view(weight.dtype).view(weight.shape)
             offset += weight.nbytes

@@ -58,8 +58,8 @@ def adapter_active(model: PeftModel, name: str | None) -> Iterator[None]:
 @contextmanager
 def only_trained_adapter(model: nn.Module) -> Iterator[None]:
     """
-    Make `save_pretrained` write the trained adapter only. From a checkpoint with a second adapter, the host would
-    restore the wrong weights.
+    Make `save_pretrained` write only the trained adapter. If a checkpoint held a second one, the host would restore
+    the wrong weights.
     """
     if not isinstance(model, PeftModel):
         yield

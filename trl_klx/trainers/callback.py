@@ -5,10 +5,13 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..controllers.base import KLController
+from ..control.steering import Steering
+from ..controllers.advice import KLAdviser
+from ..controllers.base import BatchMeasurement, KLController
 from ..controllers.registry import get_kl_controller, get_kl_controller_class
 
 
@@ -99,7 +102,7 @@ class KLXCallback(TrainerCallback):
     Args:
         trainer ([`~transformers.Trainer`]):
             Trainer to which the callback is added. Its `beta` must not be 0, because TRL then has no reference.
-        controller (`str` or [`KLController`], *optional*, defaults to `"pid"`):
+        controller (`str` or [`KLController`], *optional*, defaults to `"hold"`):
             Registered name, or a controller that is ready for use.
         target (`float`, *optional*):
             KL to hold, in nats, in the unit of the KL that the trainer logs.
@@ -115,7 +118,7 @@ class KLXCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
-        controller: str | KLController = "pid",
+        controller: str | KLController = "hold",
         target: float | None = None,
         coef: float | None = None,
         kl_key: str | None = None,
@@ -126,7 +129,12 @@ class KLXCallback(TrainerCallback):
         self.trainer = trainer
         beta = getattr(trainer, self._attribute)
         _check_beta(beta)
-        self.controller = _build_controller(controller, target, beta if coef is None else coef, coef is None, kwargs)
+        built = _build_controller(controller, target, beta if coef is None else coef, coef is None, kwargs)
+        name = controller if isinstance(controller, str) else type(controller).__name__
+        adviser = None if built.target is None else KLAdviser(built.target, name, built.max_coef, guarded=True)
+        self.steering = Steering(
+            built, name=name, target=built.target, adviser=adviser, logger=get_logger(Steering.__module__)
+        )
         self.kl_key = logged.key
         args = trainer.args
         iterations = getattr(args, "num_iterations", 1)
@@ -142,6 +150,11 @@ class KLXCallback(TrainerCallback):
     def _forget(self) -> None:
         # Sums since the last update: KL times optimizer steps, steps with a KL, and all steps.
         self._kl_sum, self._kl_steps, self._steps = 0.0, 0, 0
+
+    @property
+    def controller(self) -> KLController:
+        """The controller; `.value` is the coefficient in force."""
+        return self.steering.controller
 
     def _apply(self) -> None:
         setattr(self.trainer, self._attribute, self.controller.value)
@@ -168,6 +181,16 @@ class KLXCallback(TrainerCallback):
             self._restore(_stored(state).get(STATE_KEY))
         self._apply()
         self._store(state)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.steering.clock.tick(float(kwargs["optimizer"].param_groups[0]["lr"]))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.steering.sum_up()
 
     def on_log(
         self,
@@ -209,36 +232,31 @@ class KLXCallback(TrainerCallback):
             self._kl_steps += steps
         if self._kl_steps == 0 or self._steps < self._steps_per_generation:
             return
-        kl = max(self._kl_sum / self._kl_steps, 0.0)
-        self.controller.update(kl, self._steps * self._completions_per_step)
+        batch = BatchMeasurement(
+            max(self._kl_sum / self._kl_steps, 0.0),
+            self._steps * self._completions_per_step,
+            *self.steering.clock.pop(),
+        )
+        self.steering.learn(batch, self.controller.value)
         self._forget()
         self._apply()
 
     # ---- State ----
 
     def _store(self, state: TrainerState) -> None:
-        _stored(state)[STATE_KEY] = {
-            "controller": {
-                "class": type(self.controller).__name__,
-                "init_coef": self.controller.init_coef,
-                "state": self.controller.state_dict(),
-            },
+        _stored(state)[STATE_KEY] = self.steering.state_dict() | {
             "step": self._step,
             "pending": [self._kl_sum, self._kl_steps, self._steps],
         }
 
     def _restore(self, saved: dict[str, Any] | None) -> None:
-        start = f"The coefficient starts from {self.controller.value}."
         if saved is None:
-            warnings.warn(f"The checkpoint holds no state of a `KLXCallback`. {start}", stacklevel=2)
+            warnings.warn(
+                f"The checkpoint holds no state of a `KLXCallback`. The coefficient starts from {self.controller.value}.",
+                stacklevel=2,
+            )
             return
-        controller = saved["controller"]
-        then = (controller["class"], controller["init_coef"])
-        now = (type(self.controller).__name__, self.controller.init_coef)
-        if then != now:
-            warnings.warn(f"The KL controller has changed since the checkpoint: {then} then, {now} now. {start}")
-            return
-        self.controller.load_state_dict(controller["state"])
+        self.steering.load_state_dict(saved, "trainer_state.json")
         self._step = saved["step"]
         self._kl_sum, self._kl_steps, self._steps = saved["pending"]
 

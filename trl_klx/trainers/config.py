@@ -43,7 +43,7 @@ class KLXGRPOConfig(KLXConfigMixin, GRPOConfig):
 class KLXRLOOConfig(KLXConfigMixin, RLOOConfig):
     """
     [`~trl.RLOOConfig`] with the KL-control fields of [`KLFields`]. TRL penalises the KL in RLOO by default; with
-    `kl_penalty_coef > 0` a `beta` that was not given is 0, so that the KL is penalised once.
+    `kl_target` or `kl_penalty_coef` a `beta` that was not given is 0, so that the KL is penalised once.
     """
 
     _algorithm: ClassVar[str] = "rloo"
@@ -52,8 +52,8 @@ class KLXRLOOConfig(KLXConfigMixin, RLOOConfig):
     beta: float | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
-            "help": "TRL's KL coefficient. If unset, TRL's default, and 0.0 with `kl_penalty_coef > 0`, which takes "
-            "its place."
+            "help": "TRL's KL coefficient. If unset, TRL's default, and 0.0 with `kl_target` or `kl_penalty_coef`, "
+            "which take its place."
         },
     )
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..control.placements import list_placements
 from ..controllers.base import KLController
-from ..controllers.registry import get_kl_controller_class, list_kl_controllers
 from ..references.kinds import REFERENCE_FIELDS, chosen_reference_fields
 from .field_rules import KL_RULES, one_of
-from .kl_fields import KLFields
+from .kl_fields import KLFields, get_kl_controller_class_or_raise
 
 
 if TYPE_CHECKING:
@@ -33,17 +32,6 @@ MONITOR_FIELDS = {
 }
 # Controller settings by the name of the config field that carries them.
 CONTROLLER_FIELDS = {"kl_horizon": "horizon", "kl_coef_min": "min_coef", "kl_coef_max": "max_coef"}
-
-
-def get_kl_controller_class_or_raise(name: str) -> type[KLController]:
-    """The controller class of that name, or an error that names the config field and the valid choices."""
-    if name not in list_kl_controllers():
-        valid = ", ".join(repr(known) for known in list_kl_controllers())
-        raise ValueError(
-            f"`kl_controller` must be one of {valid}, got {name!r}. Register your own with `@register_kl_controller` "
-            "before the config is built."
-        )
-    return get_kl_controller_class(name)
 
 
 class KLConfigChecks(KLFields, _Host):
@@ -87,12 +75,12 @@ class KLConfigChecks(KLFields, _Host):
             )
         if self.kl_penalty_enabled and getattr(self, "beta", 0.0) != 0.0:
             raise ValueError(
-                f"`beta={self.beta!r}` together with `kl_penalty_coef={self.kl_penalty_coef!r}` would penalise the KL "
-                "twice. Set `beta=0.0`; for TRL's own KL term with a controller, use `kl_placement='loss'`."
+                f"`beta={self.beta!r}` together with {self._switched_on_by} would penalise the KL twice. "
+                " Set `beta=0.0`; for TRL's own KL term with a controller, use `kl_placement='loss'`."
             )
         if self.kl_penalty_enabled and getattr(self, "sync_ref_model", False):
             raise ValueError(
-                "`sync_ref_model=True` moves TRL's reference, which `kl_penalty_coef > 0` does not use. Set "
+                f"`sync_ref_model=True` moves TRL's reference, which {self._switched_on_by} does not use. Set "
                 "`sync_ref_model=False` and `kl_ref_sync_steps` (with `kl_ref_mixup_alpha`) instead."
             )
         if self.kl_penalty_reference_step and (
@@ -147,8 +135,8 @@ class KLConfigChecks(KLFields, _Host):
             )
         if self.kl_penalty_enabled and self.kl_centering == "microbatch":
             raise ValueError(
-                f"`kl_update_target={self.kl_update_target!r}` cannot be used with `kl_centering='microbatch'`, whose KL is "
-                "counted as each micro-batch is trained on: that of the skipped ones would be lost. Set "
+                f"`kl_update_target={self.kl_update_target!r}` cannot be used with `kl_centering='microbatch'`, whose "
+                "KL is counted as each micro-batch is trained on: that of the skipped ones would be lost. Set "
                 "`kl_centering='batch'`."
             )
         if self.fp16 or self.deepspeed:
@@ -193,16 +181,25 @@ class KLConfigChecks(KLFields, _Host):
         given = ", ".join(f"`{name}={getattr(self, name)!r}`" for name in inert)
         if self.kl_controller is not None and get_kl_controller_class_or_raise(self.kl_controller).needs_target:
             raise ValueError(
-                f"`kl_controller={self.kl_controller!r}` cannot start from "
-                f"`kl_penalty_coef={self.kl_penalty_coef!r}`: a multiplicative rule cannot leave 0. Set "
-                "`kl_penalty_coef` to a positive value such as 0.05."
+                f"`kl_controller={self.kl_controller!r}` cannot start from a coefficient of {self.kl_init_coef!r}: a "
+                "multiplicative rule cannot leave 0. Set `kl_penalty_coef` to a positive value such as 0.05, or set "
+                "`kl_target` alone: its default controller finds its own start."
             )
-        remedy = "Set `kl_penalty_coef` to a positive value such as 0.05"
+        if self.kl_penalty_coef is None:
+            remedy = "Set `kl_target` to the KL to hold, or `kl_penalty_coef` to a positive value such as 0.05"
+        else:
+            remedy = "Set `kl_penalty_coef` to a positive value such as 0.05"
+            remedy += ", or leave it unset" if "kl_target" in inert else ", or leave it unset and set `kl_target`"
         if not self.kl_monitor and MONITOR_FIELDS.issuperset(inert):
-            remedy += ", or `kl_monitor=True` to only measure the KL"
-        if "kl_target" in inert:
-            remedy += " (an adaptive coefficient cannot leave 0)"
-        raise ValueError(f"{given} has no effect while `kl_penalty_coef=0.0`. {remedy}.")
+            remedy += ", or set `kl_monitor=True` to only measure the KL"
+        raise ValueError(f"{given} has no effect without a KL penalty. {remedy}.")
+
+    @property
+    def _switched_on_by(self) -> str:
+        """The field that switched the penalty on, for messages."""
+        name = "kl_target" if self.kl_penalty_coef is None and self.kl_target is not None else "kl_penalty_coef"
+        value = self.kl_target if name == "kl_target" else self.kl_init_coef
+        return f"`{name}={value!r}`"
 
     def _validate_kl_controller(self) -> None:
         name = self.kl_controller_name
@@ -221,11 +218,14 @@ class KLConfigChecks(KLFields, _Host):
                     "controller that uses it."
                 )
         bounded = {"min_coef", "max_coef"} <= controller_class.uses
-        if self.kl_penalty_enabled and bounded and not self.kl_coef_min <= self.kl_penalty_coef <= self.kl_coef_max:
+        start = self.kl_init_coef
+        if start and bounded and not self.kl_coef_min <= start <= self.kl_coef_max:
             raise ValueError(
-                f"`kl_penalty_coef={self.kl_penalty_coef!r}` lies outside [`kl_coef_min`, `kl_coef_max`] = "
+                f"`kl_penalty_coef={start!r}` lies outside [`kl_coef_min`, `kl_coef_max`] = "
                 f"[{self.kl_coef_min!r}, {self.kl_coef_max!r}]. Start inside the bounds, or widen them."
             )
+        if self.kl_lr_guard:
+            self._validate_lr_guard(controller_class)
         if self.kl_target is None and self.kl_warn_window not in (0, defaults["kl_warn_window"]):
             raise ValueError(
                 f"`kl_warn_window={self.kl_warn_window!r}` has no effect without `kl_target`: there is nothing to "
@@ -238,3 +238,15 @@ class KLConfigChecks(KLFields, _Host):
                 f"`kl_controller={name!r}` with `kl_controller_kwargs={self.kl_controller_kwargs!r}` cannot be built: "
                 f"{error}"
             ) from error
+
+    def _validate_lr_guard(self, controller_class: type[KLController]) -> None:
+        if controller_class.lr_factor is KLController.lr_factor:
+            raise ValueError(
+                f"`kl_lr_guard=True` has no effect with `kl_controller={self.kl_controller_name!r}`, which does not "
+                "know how far a step moves the KL. Set `kl_controller='hold'` and `kl_target`, or unset `kl_lr_guard`."
+            )
+        if self.deepspeed:
+            raise ValueError(
+                "`kl_lr_guard=True` cannot be used with DeepSpeed, which makes its optimizer step before the learning "
+                "rate can be scaled. Lower `learning_rate` instead, or use FSDP2."
+            )

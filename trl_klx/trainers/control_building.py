@@ -19,15 +19,33 @@ if TYPE_CHECKING:
 
 
 class CountSteps(TrainerCallback):
-    """Counts the optimizer steps and their learning rates for the controller, and sums up the run when it ends."""
+    """
+    Counts the optimizer steps and their learning rates for the controller, lets it scale them where it guards them,
+    and sums up the run when it ends.
+    """
 
     def __init__(self, control: KLControl):
         self.kl_control = control
+        self._scheduled: list[float] = []
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.kl_control.clock.tick(float(kwargs["optimizer"].param_groups[0]["lr"]))
+        groups = kwargs["optimizer"].param_groups
+        rate = float(groups[0]["lr"])
+        factor = self.kl_control.controller.lr_factor(rate) if self.kl_control.guards_lr else 1.0
+        self.kl_control.clock.tick(rate * factor, factor)
+        if self.kl_control.guards_lr:
+            self._scheduled = [group["lr"] for group in groups]
+            for group in groups:
+                group["lr"] = group["lr"] * factor
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # The scheduler and the log know nothing of the guard.
+        for group, rate in zip(kwargs["optimizer"].param_groups, self._scheduled, strict=False):
+            group["lr"] = rate
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -75,9 +93,9 @@ def build_kl_control(
     assert args.kl_estimator is not None and args.kl_statistic is not None  # the config has filled them in
     drift = adviser = None
     if args.kl_target is not None and args.kl_warn_window > 0:
-        drift = DriftMonitor(target=args.kl_target, window=args.kl_warn_window, unit=args.kl_target_unit)
+        drift = DriftMonitor(args.kl_target, args.kl_warn_window, args.kl_target_unit, args.kl_controller_name)
         if args.kl_penalty_enabled:
-            adviser = KLAdviser(args.kl_target, args.kl_controller_name, args.kl_coef_max)
+            adviser = KLAdviser(args.kl_target, args.kl_controller_name, args.kl_coef_max, args.kl_lr_guard)
     return KLControl(
         args.build_kl_controller(),
         resolve_reference(args, policy, accelerator, ref_model, temperature),
@@ -88,6 +106,7 @@ def build_kl_control(
         drift=drift,
         adviser=adviser,
         penalises=args.kl_penalty_enabled,
+        guards_lr=args.kl_lr_guard,
         name=args.kl_controller_name,
         ignored=ignored,
         logger=get_logger(KLControl.__module__),  # speaks on the main process alone

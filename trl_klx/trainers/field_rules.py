@@ -99,5 +99,8 @@ KL_RULES = {
     "kl_monitor": FieldRule(
         lambda value: isinstance(value, bool), "True or False", "Set it to True to measure the KL."
     ),
+    "kl_lr_guard": FieldRule(
+        lambda value: isinstance(value, bool), "True or False", "Set it to True to guard the learning rate."
+    ),
     "kl_warn_window": number(">= 0", 0, "Set it to 0 to switch the drift diagnostics off.", kind=int),
 }

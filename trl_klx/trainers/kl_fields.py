@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ..control.placements import Placement, get_placement
 from ..controllers.base import KLController
-from ..controllers.registry import get_kl_controller
+from ..controllers.registry import get_kl_controller, get_kl_controller_class, list_kl_controllers
 from ..maths.estimators import KL_ESTIMATORS, KL_UNITS
 from .field_rules import KL_CENTERINGS, KL_PLACEMENTS, KL_STATISTICS
 
@@ -16,6 +16,17 @@ def _kl_field(default: Any, help: str, choices: Iterable[str] = ()) -> Any:
     return field(default=default, metadata={"help": help} | ({"choices": choices} if choices else {}))
 
 
+def get_kl_controller_class_or_raise(name: str) -> type[KLController]:
+    """The controller class of that name, or an error that names the config field and the valid choices."""
+    if name not in list_kl_controllers():
+        valid = ", ".join(repr(known) for known in list_kl_controllers())
+        raise ValueError(
+            f"`kl_controller` must be one of {valid}, got {name!r}. Register your own with `@register_kl_controller` "
+            "before the config is built."
+        )
+    return get_kl_controller_class(name)
+
+
 @dataclass
 class KLFields:
     r"""
@@ -23,8 +34,12 @@ class KLFields:
     default, a KLX config trains exactly as its TRL parent does.
 
     Parameters:
-        kl_penalty_coef (`float`, *optional*, defaults to `0.0`):
-            Strength of the KL penalty, and the starting value of the controller. `0.0` switches it off.
+        kl_target (`float`, *optional*):
+            The KL to hold, in nats. It switches KL control on by itself.
+        kl_penalty_coef (`float`, *optional*):
+            Strength of the KL penalty: constant without `kl_target`, the controller's starting value with it. If
+            unset, the default controller finds its own start, and without `kl_target` there is no penalty. `0.0`
+            switches the penalty off.
         kl_penalty_reference_step (`int`, *optional*):
             Reference: the policy as saved at this step. `0` is the initial policy, `N` is `checkpoint-N` in
             `output_dir`. If unset (and no other reference is chosen), the reference is the base model with the adapter
@@ -62,9 +77,11 @@ class KLFields:
             With several optimizer steps per rollout: skip the rest of them once the policy has moved this far, in
             nats, from where it was when the rollout was sampled.
         kl_controller (`str`, *optional*):
-            Name of the controller in the registry. If unset, `"adaptive"` when `kl_target` is set, else `"fixed"`.
-        kl_target (`float`, *optional*):
-            The KL to hold, in nats.
+            Name of the controller in the registry. If unset, `"hold"` with `kl_target` (`"adaptive"` if `kl_horizon`
+            was changed too), else `"fixed"`.
+        kl_lr_guard (`bool`, *optional*, defaults to `False`):
+            Scale the learning rate down while the steps of one rollout move the KL by more than the target allows,
+            which no coefficient can prevent.
         kl_target_unit (`str`, *optional*, defaults to `"sequence"`):
             Whether target and KL statistic are a sum per completion (`"sequence"`) or a mean per token (`"token"`).
         kl_horizon (`int`, *optional*, defaults to `10000`):
@@ -83,9 +100,14 @@ class KLFields:
 
     # The algorithm whose placements `kl_placement` chooses from.
     _algorithm: ClassVar[str]
+    # The coefficient of a run that sets neither `kl_penalty_coef` nor `kl_target`.
+    _default_coef: ClassVar[float] = 0.0
 
-    kl_penalty_coef: float = _kl_field(
-        0.0, "Strength of the KL penalty and starting value of the controller. 0.0 switches it off."
+    kl_target: float | None = _kl_field(None, "The KL to hold, in nats. It switches KL control on by itself.")
+    kl_penalty_coef: float | None = _kl_field(
+        None,
+        "Strength of the KL penalty: constant without `kl_target`, the controller's starting value with it. If unset, "
+        "the default controller finds its own start, and without `kl_target` there is no penalty.",
     )
     kl_penalty_reference_step: int | None = _kl_field(
         None,
@@ -145,10 +167,13 @@ class KLFields:
     )
     kl_controller: str | None = _kl_field(
         None,
-        "Name of the controller in the registry: 'fixed', 'adaptive', 'exponential', 'pid' or one of your own. If "
-        "unset, 'adaptive' when `kl_target` is set, else 'fixed'.",
+        "Name of the controller in the registry: 'hold', 'fixed', 'adaptive', 'exponential', 'pid' or one of your "
+        "own. If unset, 'hold' with `kl_target` ('adaptive' if `kl_horizon` was changed too), else 'fixed'.",
     )
-    kl_target: float | None = _kl_field(None, "The KL to hold, in nats.")
+    kl_lr_guard: bool = _kl_field(
+        False,
+        "Scale the learning rate down while the steps of one rollout move the KL by more than the target allows.",
+    )
     kl_target_unit: str = _kl_field(
         "sequence",
         "Whether target and KL statistic are a sum per completion ('sequence') or a mean per token ('token').",
@@ -168,7 +193,17 @@ class KLFields:
     @property
     def kl_penalty_enabled(self) -> bool:
         """Whether the KL is penalised."""
-        return self.kl_penalty_coef > 0.0
+        return self.kl_init_coef is None or self.kl_init_coef > 0.0
+
+    @property
+    def kl_init_coef(self) -> float | None:
+        """The first coefficient, with the default resolved; `None` if the controller finds its own."""
+        if self.kl_penalty_coef is not None:
+            return float(self.kl_penalty_coef)
+        if self.kl_target is not None and not self.kl_monitor:
+            if not get_kl_controller_class_or_raise(self._rule_for_target).needs_start:
+                return None
+        return self._default_coef
 
     @property
     def kl_enabled(self) -> bool:
@@ -185,7 +220,12 @@ class KLFields:
         """Name of the controller, with the default resolved."""
         if self.kl_controller is not None:
             return self.kl_controller
-        return "adaptive" if self.kl_target is not None and self.kl_penalty_enabled else "fixed"
+        return self._rule_for_target if self.kl_target is not None and self.kl_penalty_enabled else "fixed"
+
+    @property
+    def _rule_for_target(self) -> str:
+        # A horizon is the setting of Ziegler's rule alone: whoever sets one means that rule.
+        return self.kl_controller or ("hold" if self.kl_horizon == KLFields.kl_horizon else "adaptive")
 
     @property
     def placement_class(self) -> type[Placement]:
@@ -198,7 +238,7 @@ class KLFields:
         assert not isinstance(kwargs, str)  # JSON is parsed when the config is built
         return get_kl_controller(
             self.kl_controller_name,
-            init_coef=float(self.kl_penalty_coef),
+            init_coef=self.kl_init_coef,
             target=self.kl_target,
             horizon=self.kl_horizon,
             min_coef=self.kl_coef_min,

@@ -223,7 +223,7 @@ def test_a_second_trainer_on_the_same_policy(tmp_path):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"kl_ref_lag": 2}, "`kl_ref_lag=2` cannot be used with FSDP version 1.*a reference that stands still"),
+        ({"kl_ref_lag": 2}, "`kl_ref_lag=2` cannot be used with FSDP version 1.*a reference that does not move"),
         ({"kl_ref_sync_steps": 2}, "`kl_ref_sync_steps=2` cannot be used"),
         ({"kl_statistic": "full"}, "`kl_statistic='full'` cannot be used.*or choose `kl_statistic='k3'`"),
     ],

@@ -343,7 +343,7 @@ def test_fields_of_the_value_function_without_effect_are_refused(tmp_path):
     optimizer = torch.optim.SGD([*model.parameters(), *value_model.parameters()], lr=0.5)
     extras = {"optimizers": (optimizer, None), "value_model": value_model}
     with pytest.raises(
-        ValueError, match=r"`value_learning_rate=0.1` has no effect with an optimizer that has the value"
+        ValueError, match=r"`value_learning_rate=0.1` has no effect with an optimizer that already has"
     ):
         build_ppo(tmp_path, model=model, value_learning_rate=0.1, extras=extras)
 
@@ -532,7 +532,7 @@ def test_checkpoint_without_a_value_function_warns(tmp_path):
     train_ppo(tmp_path, max_steps=2, **saved)
     (tmp_path / "checkpoint-2" / "value_function.safetensors").unlink()
     trainer = build_ppo(tmp_path, max_steps=4, **saved)
-    with pytest.warns(UserWarning, match="holds no value function: it starts anew"):
+    with pytest.warns(UserWarning, match="holds no value function: it starts from its initial weights"):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 4
 
@@ -552,7 +552,7 @@ def test_checkpoint_with_other_layers_is_refused(saved_with, resumed_with, tmp_p
     saved = {"save_strategy": "steps", "save_steps": 2, "num_ppo_epochs": 2}
     train_ppo(tmp_path, max_steps=2, num_value_layers=saved_with, **saved)
     trainer = build_ppo(tmp_path, max_steps=4, num_value_layers=resumed_with, **saved)
-    reason = rf"\(it has {saved_with} layers of the policy's, and this trainer's has {resumed_with}\)"
+    reason = rf"\(it has {saved_with} copied layers, but this trainer's has {resumed_with}\)"
     with pytest.raises(ValueError, match=rf"Cannot resume: .*{reason}\. .*`num_value_layers` of that run, or delete"):
         trainer.train(resume_from_checkpoint=True)
 

@@ -31,7 +31,7 @@ def test_round_trip_with_the_weights_of_a_moving_reference(tmp_path):
     weights = {
         "a|x.weight": torch.randn(3, 4).t(),  # not contiguous
         "b": shared[:3],
-        "c": shared[3:],  # of one storage
+        "c": shared[3:],  # shares one storage
         "d": torch.randn(2).bfloat16(),
         "e": torch.nn.Parameter(torch.randn(2, 2)),
     }
@@ -80,7 +80,7 @@ def test_no_nan_is_written(tmp_path, value):
 
 
 class Unwritable:
-    """Stands behind much that can be written."""
+    """An entry that fails only after much has been written."""
 
 
 @pytest.mark.parametrize("existing", [False, True])

@@ -1,4 +1,4 @@
-"""KL control without a trainer, placements as objects, and what users add to both from outside."""
+"""KL control without a trainer, placements as objects, and user-defined placements and trainers."""
 
 import json
 import math
@@ -30,7 +30,7 @@ CONFIGS = {"grpo": KLXGRPOConfig, "rloo": KLXRLOOConfig, "ppo": KLXPPOConfig}
 
 @pytest.fixture(autouse=True)
 def accelerate_is_there():
-    # Warnings are logged through accelerate, which a process without a trainer has to start.
+    # Warnings are logged through accelerate, which must be initialised in a process without a trainer.
     PartialState(cpu=True)
 
 
@@ -133,7 +133,7 @@ def test_micro_batches_add_up_to_the_whole(micro_batches, unit):
     assert metrics["kl_k1"] == pytest.approx(k1 / per, rel=1e-5)
     assert metrics["kl_per_token"] == pytest.approx(k3 / tokens, rel=1e-5)
     assert metrics["adjustment_abs_mean"] == pytest.approx(0.5)
-    # Ziegler's rule, over the completions of the batch, whether they count or not.
+    # Ziegler's rule counts all completions of the batch, masked ones included.
     error = min(max(metrics["kl"] / 0.5 - 1, -0.2), 0.2)
     assert control.controller.value == pytest.approx(0.2 * (1 + error * 4 / 100), rel=1e-9)
 
@@ -193,7 +193,7 @@ def test_a_batch_without_any_token_changes_nothing(caplog):
 
 @pytest.mark.parametrize("warns", ["masked", "drift"])
 def test_nothing_of_accelerate_is_needed_to_warn(warns, monkeypatch):
-    monkeypatch.setattr(PartialState, "_shared_state", {})  # as in a process that has no trainer
+    monkeypatch.setattr(PartialState, "_shared_state", {})  # as in a process without a trainer
     control = build_control(drift=DriftMonitor(target=1e-6, window=1))
     policy, reference, mask = two_passes()
     rollout = control.begin()
@@ -207,7 +207,7 @@ def test_ignored_tokens():
     assert build_control().mask(mask, tokens) is mask
     found = build_control(ignored=(1, 9)).mask(mask, tokens)
     assert found.tolist() == [[True, False, True, False], [False, False, False, False]]
-    # A completion of ignored tokens alone is none that the mean is over.
+    # The mean leaves out a completion that has only ignored tokens.
     control = build_control(ignored=(1, 9))
     policy, reference, _ = two_passes(rows=2, length=4)
     rollout = control.begin()
@@ -331,7 +331,7 @@ def test_advantage_placement(algorithm, estimator, centering, discount):
         assert "klx_adjustment" not in batch
     else:
         assert torch.equal(batch["advantages"], advantages) and torch.equal(batch["klx_adjustment"], adjustment)
-    # When the batch must be measured follows from the centering.
+    # The centering determines when the batch must be measured.
     assert placement.per_microbatch == (centering == "microbatch")
     assert placement.per_batch == (centering in ("batch", "group"))
     assert placement.groups == (centering == "group")
@@ -350,7 +350,7 @@ def test_reward_placement_of_sequences(algorithm, estimator):
     if algorithm == "grpo":
         torch.testing.assert_close(rollout.penalties, torch.tensor([0.3 * sum(row) for row in plain]))
     else:
-        # TRL subtracts its `beta`, our coefficient, times the sum of policy minus answer over the completion.
+        # TRL subtracts `beta`, our coefficient, times the summed difference of policy and reference log-probs.
         subtracted = ((policy.logps - answer) * mask).sum(1)
         torch.testing.assert_close(subtracted, torch.tensor([sum(row) for row in plain]), rtol=1e-5, atol=1e-5)
     assert answer.shape == mask.shape
@@ -414,14 +414,14 @@ def test_a_run_that_only_measures_has_a_placement_that_does_nothing():
     assert not (placement.in_loss or placement.asks_at_generation or placement.per_batch or placement.per_microbatch)
 
 
-# ---- A placement from outside ----
+# ---- A user-defined placement ----
 
 
 @pytest.fixture
 def toy_placement():
     @register_placement("toy", "grpo")
     class Toy(Placement):
-        """Every token pays its own KL, and no other."""
+        """Every token pays only for its own KL."""
 
         estimators = ("k2", "k1")
 
@@ -473,11 +473,11 @@ def test_a_placement_needs_algorithms_that_are_there(algorithms):
     assert "nowhere" not in list_placements("grpo")
 
 
-# ---- A trainer from outside ----
+# ---- A user-defined trainer ----
 
 
 class MyGRPOTrainer(GRPOTrainer):
-    """A user's own: it doubles TRL's loss, and counts."""
+    """A user's trainer that doubles TRL's loss, and counts its calls."""
 
     def __init__(self, *args, factor: float = 2.0, **kwargs):
         self.factor, self.computed = factor, 0
@@ -499,7 +499,7 @@ def test_a_subclass_of_the_users_own(placement, tmp_path):
     assert trainer.computed == 3 and trainer.factor == 3.0
     check_statistic(trainer, trainer.generated, "k3")
     if placement == "advantage":
-        # Nobody knows whether a loss that is not TRL's own takes advantages per token.
+        # A loss other than TRL's own may not accept per-token advantages.
         check_advantages(trainer, build_model(), apart=True)
     for loss in trainer.losses:
         assert loss["loss"].item() == pytest.approx(-3.0 * loss["advantages"].mean().item(), abs=1e-5)
@@ -507,7 +507,7 @@ def test_a_subclass_of_the_users_own(placement, tmp_path):
 
 
 def added_term(trainer, loss) -> float:
-    """What our part of the loss should be, on policy, where `loss_type="grpo"` averages tokens, then sequences."""
+    """Our expected part of the loss on policy, where `loss_type="grpo"` averages over tokens, then sequences."""
     rollout, coef = trainer.generated[loss["rollout"]], logged(trainer, "klx/coef")[loss["rollout"]]
     counts = counting(rollout)
     if trainer.args.kl_placement == "reward":
@@ -542,7 +542,7 @@ def test_gmpo(placement, tmp_path):
     assert all(math.isfinite(value) for value in logged(trainer, "loss") + logged(trainer, "grad_norm"))
     for loss in trainer.losses[::2]:  # on policy, where every ratio is 1
         assert loss["loss"].item() == pytest.approx(-loss["advantages"].mean().item(), abs=1e-5)
-        # GMPO averages over sequences what it has averaged over the tokens of each, and `loss_type="grpo"` says so.
+        # GMPO averages over the tokens of each sequence, then over sequences, like `loss_type="grpo"`.
         assert (loss["total"] - loss["loss"]).item() == pytest.approx(added_term(trainer, loss), rel=1e-4, abs=1e-6)
     if placement == "advantage":
         # GMPO's loss has one advantage per sequence.
@@ -570,7 +570,7 @@ def test_only_trls_own_loss_is_given_advantages_per_token(host, folds, tmp_path)
 
 def test_a_mixin_above_ours_does_not_change_where_the_adjustment_enters(tmp_path):
     class Counting:
-        """Looks at the loss that we return, and is no loss of its own."""
+        """Inspects the loss that we return, without a loss of its own."""
 
         computed = 0
 

@@ -36,7 +36,7 @@ def build(name, **kwargs):
 
 @pytest.fixture
 def registry(monkeypatch):
-    """A copy of the registry, so that names registered in a test are gone after it."""
+    """A copy of the registry, so that a test's registrations do not outlive it."""
     monkeypatch.setattr(trl_klx.controllers.registry, "_REGISTRY", dict(trl_klx.controllers.registry._REGISTRY))
 
 
@@ -86,7 +86,7 @@ class TestExponential:
         controller = ExponentialKLController(0.1, target=6.0)
         assert controller.update(1e300, 64) == 10.0
         assert controller.saturated
-        # exp(-0.6) leaves the bound at once: nothing was wound up.
+        # exp(-0.6) leaves the bound at once: there was no wind-up.
         assert controller.update(0.0, 64) == pytest.approx(5.488116, rel=1e-6)
         assert not controller.saturated
         # exp(0.1 * -2000) = 1e-87
@@ -111,7 +111,7 @@ class TestPID:
         "kl, error",
         [
             # Far off: x is cut at 3, distance 2, speed 0.3 * 2 = 0.6; gain 1 / (0.9 * 0.036 + 0.2) = 4.3; wanted 0.075 * -1.
-            # 4.3 * 0.675 = 2.9 is more than the limit.
+            # 4.3 * 0.675 = 2.9 exceeds the limit.
             (4e8, 1.5),
             # At 0: distance 0.5, speed -0.3; gain 1 / (0.0324 + 0.1) = 7.55; wanted 0.0375; 7.55 * -0.3375 = -2.5.
             (0.0, -1.5),
@@ -127,14 +127,14 @@ class TestPID:
         for _ in range(200):
             controller.update(16.0, 64)
         assert controller.saturated and controller.value == 10.0
-        # Not more than what takes 0.1 to the bound.
+        # No more than it takes to move 0.1 to the bound.
         assert 0.0 < controller.state_dict()["integral"] <= math.log(100)
         released = [controller.update(1.0, 64) for _ in range(3)]
         assert released[-1] < 10.0
 
     @staticmethod
     def run(controller, steps, drive=1.0, speed=0.05, kl=0.1, noise=0.0):
-        """A policy whose KL moves by `speed` of the way towards `drive / coef` at each step."""
+        """A policy whose KL covers a share `speed` of the way to `drive / coef` at each step."""
         rng, kls = random.Random(0), []
         for _ in range(steps):
             kl += speed * (drive / controller.value - kl)
@@ -152,7 +152,7 @@ class TestPID:
     @pytest.mark.parametrize("noise", [0.02, 0.1])
     @pytest.mark.parametrize("speed", [0.02, 0.1, 0.3])
     def test_noise_is_not_amplified(self, speed, noise, unit):
-        # The unit of the KL changes nothing: target and KL have it alike.
+        # The unit of the KL does not matter, because the target has the same unit.
         kls = self.run(
             PIDKLController(0.1, target=4.0 * unit), 800, drive=unit, speed=speed, kl=0.1 * unit, noise=noise
         )
@@ -191,7 +191,7 @@ class TestPID:
         controller = PIDKLController(0.1, target=1000.0)
         self.run(controller, 5000, drive=0.01)
         assert controller.saturated and controller.value == 1e-4
-        # Then the policy is driven hard. A wound-up integral would need thousands of steps to unwind.
+        # Then the policy is driven hard. An integral that had wound up would take thousands of steps to unwind.
         kls = self.run(controller, 600, drive=1000.0, kl=100.0)
         assert kls[-50:] == pytest.approx([1000.0] * 50, rel=0.02)
 
@@ -456,7 +456,7 @@ class TestRegistry:
 class TestEntryPoints:
     @pytest.fixture
     def install(self, tmp_path, monkeypatch, registry):
-        """Make a distribution as pip would leave it: a module and a dist-info directory with its entry points."""
+        """Create a distribution as pip would: a module and a dist-info directory with its entry points."""
 
         def make(name, module, source, attribute="Plugged"):
             (tmp_path / f"{module}.py").write_text(source)

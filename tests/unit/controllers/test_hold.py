@@ -15,8 +15,8 @@ TARGET = 4.0
 
 class Plant:
     """
-    A policy as the law sees it: a constant drive, a drag in proportion to coefficient and distance, Adam's momentum, and a
-    KL with relative noise. `hold` is the coefficient that holds it at the target.
+    A policy as the controller sees it: a constant drive, a drag proportional to coefficient and distance, Adam's
+    momentum, and a KL with relative noise. `hold` is the coefficient that holds it at the target.
     """
 
     def __init__(self, speed=0.09, hold=0.25, bias=2.0, noise=0.05, distance=0.0, steps=1, seed=0):
@@ -42,12 +42,12 @@ class Plant:
             follows = 0.1 / (1 - 0.9**self.age)
             push = self.live - coef * self.x / self.hold
             self.v += follows * (self.speed * rate * push - self.v)
-            # Adam's first step has the length of its noise too.
+            # Adam's first step is as long if it is only noise.
             self.x = abs(self.x + self.v * (2 if self.age == 1 else 1))
 
 
 def follow(controller, plant, batches, rates=None):
-    """The true KL over the target, and the coefficients."""
+    """The true KL divided by the target, and the coefficients."""
     shares, coefs, steps = [], [], 0
     rate = 1.0
     for batch in range(batches):

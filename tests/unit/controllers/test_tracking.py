@@ -17,9 +17,9 @@ def test_relative_rms_error():
         ([4.0] * 8, 0),
         # Means of two: 2, 4, 4, ... The first is outside.
         ([0.0, 4.0, 4.0, 4.0], 1),
-        # It is settled only after the last excursion: means 4, 6, 6, 4.
+        # It settles only after the last excursion: means 4, 6, 6, 4.
         ([4.0, 4.0, 8.0, 4.0, 4.0], 3),
-        # One noisy batch does not count, its mean is inside: (4 + 5.4) / 2 = 4.7.
+        # One noisy batch does not count while the mean stays inside: (4 + 5.4) / 2 = 4.7.
         ([4.0, 5.4, 4.0, 4.0], 0),
         ([4.0, 4.0, 8.0], None),
         ([4.0], None),

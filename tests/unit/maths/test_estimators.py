@@ -166,7 +166,7 @@ class TestExtremes:
 
     @pytest.mark.parametrize("kind, log_ratio", [("k3", -30.0), ("trlx", 30.0), ("importance", 30.0), ("k1", 1e6)])
     def test_gradient_beyond_the_limit_is_zero(self, kind, log_ratio):
-        # In particular it has never the sign that would drive the policy further away.
+        # In particular it never has the sign that would drive the policy further away.
         logps = torch.tensor([[log_ratio]], requires_grad=True)
         estimate_kl(logps, torch.zeros(1, 1), kind).sum().backward()
         assert logps.grad.item() == 0.0

@@ -44,7 +44,7 @@ class TestComputeGAE:
         assert returns.tolist() == [[1.5, 2.0]]
 
     def test_golden_with_holes(self):
-        # The same two tokens, with a tool output between them and padding around.
+        # The same two tokens, with a tool output between them and padding around them.
         rewards = torch.tensor([[NAN, 0.0, NAN, NAN, 2.0, NAN]])
         values = torch.tensor([[NAN, 0.5, NAN, NAN, 1.0, NAN]])
         mask = torch.tensor([[0, 1, 0, 0, 1, 0]])
@@ -78,7 +78,7 @@ class TestComputeGAE:
         torch.testing.assert_close(returns[mask][None], deleted[1])
 
     def test_a_few_rows_at_a_time(self, monkeypatch):
-        # Chunks of two rows: without padding, with padding, with nothing else, with holes.
+        # Chunks of two rows: without padding, with padding, with only padding, with holes.
         monkeypatch.setattr(_scans, "_CHUNK", 2 * 40 // torch.get_num_threads())
         rewards, values, mask = random_case(0, batch=9, length=40)
         lengths = torch.tensor([40, 40, 7, 40, 0, 0])
@@ -109,7 +109,7 @@ class TestComputeGAE:
         mask = torch.arange(5000).expand(2, 5000) < torch.tensor([[5000], [3000]])
         advantages, returns = compute_gae(rewards, values, mask, gamma, lam)
         expected = brute_force(rewards, values, mask, gamma, lam)
-        # All summands of the returns are positive, so that each digit of theirs counts.
+        # All summands of the returns are positive, so nothing cancels and every digit counts.
         torch.testing.assert_close(returns.double(), expected + values.double() * mask, rtol=1e-5, atol=1e-30)
         assert ((advantages.double() - expected).abs() <= 1e-5 * (expected + 1.0).abs()).all()
 
@@ -191,7 +191,7 @@ class TestClippedValueLoss:
 
     def test_gradient(self):
         # d/dV of 0.5 * (V - R)^2 / 3 = (V - R) / 3 where the plain term decides; 0 where the clipped one does.
-        # Where both are equal the two halves of the gradient add up to the same (V - R) / 3.
+        # Where both are equal, the two halves of the gradient add up to the same (V - R) / 3.
         values = self.VALUES.clone().requires_grad_()
         clipped_value_loss(values, self.OLD_VALUES, self.RETURNS, self.MASK, 0.2)[0].backward()
         torch.testing.assert_close(values.grad, torch.tensor([[0.0, 1 / 3, 0.5, 0.0]]))

@@ -1,4 +1,4 @@
-"""The maths room: it needs torch alone, and an estimator is one function."""
+"""The maths package needs only torch, and an estimator is one function."""
 
 import subprocess
 import sys

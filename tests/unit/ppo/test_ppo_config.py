@@ -17,7 +17,7 @@ from trl_klx.ppo.trl112_fields import COMPUTED, TRL112Fields
 
 BARE = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": []}
 
-# PPO's own fields: default, and another value that is sound by itself.
+# PPO's own fields: default, and another value that is valid on its own.
 FIELDS = {
     "num_ppo_epochs": (4, 2),
     "num_mini_batches": (1, 2),
@@ -49,16 +49,15 @@ FIELDS = {
     "kl_coef": (None, 0.2),
     "response_length": (None, 24),
 }
-# Fields of GRPO, or shared by all KLX configs, that have another default in PPO.
+# Fields of GRPO, or shared by all KLX configs, whose default differs in PPO.
 CHANGED_DEFAULTS = {
     "learning_rate": 3e-6,
     "num_generations": 1,
     "temperature": 0.7,
     "max_completion_length": 53,
     "disable_dropout": True,
-    "kl_penalty_coef": 0.05,
     "kl_placement": "reward",
-    # Filled in: GRPO's names for `num_ppo_epochs` and `cliprange`, and what follows from the placement.
+    # Filled in: GRPO's names for `num_ppo_epochs` and `cliprange`, and defaults that depend on the placement.
     "num_iterations": 4,
     "kl_centering": "none",
 }
@@ -93,7 +92,7 @@ def test_every_own_field_is_there_with_its_default():
 
 def test_defaults_that_differ_from_grpo_are_these_and_no_others():
     ours, theirs = build().to_dict(), KLXGRPOConfig(**BARE).to_dict()
-    # One completion per prompt is worth as much as a group of any size, so the generation batch is the same.
+    # The generation batch is the same whether a group has one completion or more.
     differing = {name: ours[name] for name in theirs if ours[name] != theirs[name] and name != "logging_dir"}
     assert differing == CHANGED_DEFAULTS
 
@@ -129,7 +128,7 @@ def test_groups_must_still_fill_the_generation_batch():
 # ---- Parsing and serialising ----
 
 
-# What a YAML file or the command line may hold for the fields that have an effect by themselves.
+# YAML and command-line values for the fields that have an effect on their own.
 SINGLE = {
     name: other
     for name, (_, other) in FIELDS.items()
@@ -155,7 +154,7 @@ def test_field_from_flag(name):
 
 
 def test_yaml_numbers_without_a_dot_are_numbers(tmp_path):
-    # PyYAML reads 1e-3 as a text.
+    # PyYAML reads 1e-3 as a string.
     file = tmp_path / "config.yaml"
     file.write_text("output_dir: out\nuse_cpu: true\nbf16: false\nvf_coef: 1e-3\nlearning_rate: 1e-5\n")
     (config,) = TrlParser((KLXPPOConfig,)).parse_args_and_config(["--config", str(file)])
@@ -185,8 +184,8 @@ def test_config_pickles_and_serialises():
 @pytest.mark.parametrize(
     ("batch", "accumulation", "mini_batches", "micro_batch", "micro_batches_per_step"),
     [
-        # The rollout is batch * accumulation. It is split into mini-batches, which are gone through in micro-batches
-        # of at most the given batch size.
+        # The rollout is batch * accumulation. It is split into mini-batches, and these into micro-batches of at most
+        # the given batch size.
         (8, 1, 1, 8, 1),
         (8, 4, 1, 8, 4),
         (8, 4, 4, 8, 1),
@@ -208,7 +207,7 @@ def test_mini_batches_split_the_rollout(batch, accumulation, mini_batches, micro
     assert config.per_device_train_batch_size == micro_batch
     assert config.gradient_accumulation_steps == micro_batches_per_step
     assert config.steps_per_generation == rollout // micro_batch
-    # So many optimizer steps per rollout and epoch, each on so many completions.
+    # The number of optimizer steps per rollout and epoch, and the completions of each.
     assert config.steps_per_generation // config.gradient_accumulation_steps == mini_batches
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == rollout // mini_batches
 
@@ -240,7 +239,7 @@ def test_trl_s_own_sizing_works_alone():
         ({"num_ppo_epochs": 1}, 13),
         # Rollouts of 16.
         ({"gradient_accumulation_steps": 2}, 7 * 4),
-        # TRL's way of cutting a rollout of 32 into 4 micro-batches, 2 per step.
+        # TRL's way of splitting a rollout of 32 into 4 micro-batches, 2 per step.
         ({"steps_per_generation": 4, "gradient_accumulation_steps": 2}, 4 * 4 * 2),
         # A step over two rollouts.
         ({"steps_per_generation": 1, "gradient_accumulation_steps": 2, "num_ppo_epochs": 1}, 7),
@@ -409,7 +408,7 @@ def test_grpo_s_name_for_a_field_of_ppo_is_refused(theirs, value, ours):
     assert getattr(config, theirs) == value
 
 
-# Fields of GRPO that nothing reads in PPO: another value than GRPO's default.
+# Fields of GRPO that nothing reads in PPO, each with a value other than GRPO's default.
 INERT = {
     "scale_rewards": "batch",
     "multi_objective_aggregation": "normalize_then_sum",
@@ -484,7 +483,7 @@ def test_bias_correction_of_trl_s_kl_term_is_refused_everywhere(fields):
     assert message.startswith("`use_bias_correction_kl=False` has no effect") and message.lower().endswith("unset it.")
 
 
-# What a policy gradient can be paid by, and what can be a term of the loss.
+# Estimators that can be charged to a policy gradient, and those that can be a term of the loss.
 ACCEPTED = {"reward": ["k1", "importance"], "advantage": ["k1", "importance"], "loss": ["k3", "k2", "full"]}
 
 

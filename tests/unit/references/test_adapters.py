@@ -24,7 +24,7 @@ from trl_klx.references.fingerprint import hash_tensors
 from trl_klx.references.peft_adapters import adapter_active, adapter_tensors, only_trained_adapter, trained_adapter
 
 
-# ---- Adapters that serve ----
+# ---- Adapters that are accepted ----
 
 
 POLICIES = {
@@ -59,7 +59,7 @@ REFERENCES = {
 
 
 def fits(policy: str, reference: str) -> bool:
-    # PEFT itself wraps a module for one purpose only.
+    # PEFT wraps a module for only one purpose.
     return (policy, reference) != ("on embeddings", "some tokens")
 
 
@@ -81,7 +81,7 @@ def test_reference_is_the_adapter_and_the_policy_does_not_notice(tmp_path, polic
         assert torch.equal(logps(policy), own)
     assert torch.equal(torch.get_rng_state(), rng)
     assert policy.active_adapters == active == [trained_adapter(policy)]
-    # The same objects are trainable as before, so an optimizer built before or after has the same parameters.
+    # The same objects are trainable, so an optimizer built before or after has the same parameters.
     assert {id(parameter) for parameter in policy.parameters() if parameter.requires_grad} == trainable
     mine = trained_adapter(policy)
     now = {name: flag for name, flag in flags(policy).items() if REFERENCE_ADAPTER not in name.split(".")}
@@ -166,7 +166,7 @@ def test_hash_tells_weights_apart(tmp_path):
     one, same, other = save(tmp_path / "one"), save(tmp_path / "same"), save(tmp_path / "other", make(2))
     hashes = [load_reference_adapter(make(0), str(folder)) for folder in (one, same, other)]
     assert hashes[0] == hashes[1] != hashes[2]
-    # One weight in its last bit is another adapter.
+    # An adapter that differs in the last bit of one weight is another adapter.
     change_weights(
         same, lambda weights: weights | {k: torch.nextafter(v, v + 1) for k, v in [next(iter(weights.items()))]}
     )
@@ -212,7 +212,10 @@ def test_copy_is_the_policy_and_does_not_follow_it(kind):
     assert (logps(policy) - own).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("config", [LoHaConfig(r=4, target_modules=["q_proj"]), IA3Config(target_modules=["k_proj"], feedforward_modules=[])])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [LoHaConfig(r=4, target_modules=["q_proj"]), IA3Config(target_modules=["k_proj"], feedforward_modules=[])],
+)
 def test_copy_of_an_adapter_of_another_type(config):
     policy = make(0, config=config)
     own = logps(policy)
@@ -293,7 +296,7 @@ def test_no_adapter_is_the_base_model(kind):
 def test_activation_leaves_no_trace(tmp_path, name):
     policy = make(0, modules_to_save=["lm_head"]).train()
     load_reference_adapter(policy, str(save(tmp_path, make(1, modules_to_save=["norm"]))))
-    # A weight that the user froze must not thaw.
+    # A weight that the user froze must stay frozen.
     next(iter(adapter_tensors(policy, "default").values())).requires_grad_(False)
     with untouched(policy):
         with adapter_active(policy, name):

@@ -1,4 +1,4 @@
-"""Adapter files that are refused, whatever is wrong with them."""
+"""Adapter files that are refused, for every kind of defect."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ from trl_klx.references.peft_adapters import adapter_tensors
 
 
 def refused(path, reason: str, policy: PeftModel | None = None) -> str:
-    """Load, and expect one error that names path and reason, and no trace on the model."""
+    """Load the adapter, and expect one error that names path and reason, and an unchanged model."""
     policy = make(0) if policy is None else policy
     with untouched(policy), pytest.raises(ValueError) as caught:
         load_reference_adapter(policy, str(path))
@@ -102,9 +102,9 @@ def test_config_that_is_a_directory(tmp_path):
 
 
 def test_setting_that_the_installed_peft_does_not_know(tmp_path):
-    # Of a newer version, perhaps: what it means is not known, so the adapter cannot be rebuilt.
+    # Perhaps from a newer version: its meaning is unknown, so the adapter cannot be rebuilt.
     change_config(save(tmp_path), use_warp_drive=True)
-    refused(tmp_path, "the installed PEFT knows no setting 'use_warp_drive'")
+    refused(tmp_path, "the installed PEFT does not know the setting 'use_warp_drive'")
 
 
 def test_unknown_setting_that_is_off_is_harmless(tmp_path):
@@ -250,7 +250,7 @@ def test_weights_too_large_for_the_models_precision(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.uint8])
 def test_weights_of_a_type_that_holds_none(tmp_path, dtype):
     change_weights(save(tmp_path), lambda weights: {k: v.to(dtype) for k, v in weights.items()})
-    refused(tmp_path, f"is of type {dtype}, which holds no weights")
+    refused(tmp_path, f"has dtype {dtype}, expected floating point")
 
 
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
@@ -266,7 +266,7 @@ def test_initialisations_that_rewrite_the_base(tmp_path, init):
 
 
 def test_loftq(tmp_path):
-    # PEFT builds no such config without scipy, which nothing here needs.
+    # PEFT needs scipy to build such a config, which nothing else here needs.
     change_config(save(tmp_path), init_lora_weights="loftq")
     refused(tmp_path, "it was initialised with 'loftq', which rewrites|ImportError: The required package 'scipy'")
 
@@ -299,12 +299,12 @@ def test_config_cannot_import_a_module(tmp_path, monkeypatch):
 
 def test_runtime_settings_do_not_belong_into_a_file(tmp_path):
     change_config(save(tmp_path), runtime_config={"ephemeral_gpu_offload": True})
-    refused(tmp_path, "knows no setting 'runtime_config'")
+    refused(tmp_path, "does not know the setting 'runtime_config'")
 
 
 @pytest.mark.parametrize("rank", [0, -4, 10**6, 10**12, 10**30, 4.5, "4", None, True, [4]])
 def test_rank_that_is_none(tmp_path, rank):
-    # A huge rank must cost no memory before it is refused.
+    # A huge rank must be refused before it costs memory.
     change_config(save(tmp_path), r=rank)
     refused(tmp_path, "has shape|does not fit the model|cannot be read")
 
@@ -346,14 +346,14 @@ def test_embeddings_that_differ_from_the_policys(tmp_path):
     with torch.no_grad():
         other.get_input_embeddings().weight[5] += 1e-3
     save(tmp_path, make(1, model=other), save_embedding_layers=True)
-    refused(tmp_path, r"it carries 'base_model\.model\.model\.embed_tokens\.weight', a base weight, with other values")
+    refused(tmp_path, r"it contains the base weight 'base_model\.model\.model\.embed_tokens\.weight'.* values differ")
 
 
 def test_embeddings_of_another_size(tmp_path):
     other = build_model()
     other.resize_token_embeddings(40)
     save(tmp_path, make(1, model=other), save_embedding_layers=True)
-    refused(tmp_path, r"it carries 'base_model\.model\.(lm_head|model\.embed_tokens)\.weight', a base weight")
+    refused(tmp_path, r"it contains the base weight 'base_model\.model\.(lm_head|model\.embed_tokens)\.weight'")
 
 
 def test_a_second_reference(tmp_path):
@@ -367,7 +367,7 @@ def test_a_second_reference(tmp_path):
 
 
 def test_policy_whose_adapter_has_the_name_of_a_module(tmp_path):
-    # Newer versions of PEFT take the layer for a part of that adapter, and so lose sight of it.
+    # Newer versions of PEFT treat the layer as part of that adapter, and so lose track of it.
     policy = make(0, name="0")
     try:
         load_reference_adapter(policy, str(save(tmp_path)))
@@ -429,5 +429,5 @@ def test_damaged_weights_are_refused_or_finite(good_file, plain_policy, data):
     assert {name: weight.shape for name, weight in loaded.items()} == {n: w.shape for n, w in original.items()}
     assert all(torch.isfinite(weight).all() for weight in loaded.values())
     if damaged[header:] == content[header:]:
-        # The header was changed where it says nothing: in the metadata, or in white space.
+        # The header was changed where it has no effect: in the metadata or in white space.
         assert all(torch.equal(loaded[name], original[name]) for name in original)

@@ -1,4 +1,4 @@
-"""The lagging reference: what it keeps lies on disk, and nothing of it stays there."""
+"""The lagging reference keeps its weights on disk, and leaves nothing there afterwards."""
 
 import signal
 import subprocess
@@ -13,7 +13,7 @@ from trl_klx.references.moving import LaggedReference
 
 
 def weights_at(step: int) -> dict[str, torch.Tensor]:
-    """Types and sizes that do not fit one after the other, and a weight of which this process holds no part."""
+    """Types and sizes that need alignment, and a weight of which this process holds no part."""
     generator = torch.Generator().manual_seed(step)
     return {
         "half": torch.randn(3, generator=generator).bfloat16(),
@@ -95,6 +95,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_memory_of_a_process_and_what_is_left_when_it_is_killed(tmp_path):
     result = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
     assert result.returncode == -signal.SIGKILL, result.stderr[-2000:]
-    # In adapters, beside the reference itself: with 8 copies in memory it would be 8.
+    # In units of adapters, besides the reference itself: with 8 copies in memory it would be 8.
     assert float(result.stdout) <= 1.25
     assert list(tmp_path.iterdir()) == []

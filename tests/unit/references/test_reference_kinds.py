@@ -1,4 +1,4 @@
-"""The registry of reference kinds: what chooses a kind, what is refused, and kinds from outside the package."""
+"""The registry of reference kinds: how a kind is chosen, what is refused, and user-defined kinds."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ def registry():
 
 
 def settings(tmp_path: Path, **fields) -> SimpleNamespace:
-    """The part of a config that references read."""
+    """The config fields that references read."""
     common = {"output_dir": str(tmp_path), "kl_estimator": "k1", "kl_statistic": "k3", "kl_ref_mixup_alpha": None}
     return SimpleNamespace(**(common | fields))
 
@@ -45,11 +45,11 @@ def resolve(tmp_path: Path, policy, ref_model=None, **fields):
     return resolve_reference(settings(tmp_path, **fields), policy, Accelerator(cpu=True), ref_model)
 
 
-# ---- Kinds from outside ----
+# ---- User-defined kinds ----
 
 
 class SeedKind(ReferenceKind):
-    """The tiny model that a seed draws."""
+    """The tiny model of a seed."""
 
     field = "ref_seed"
     shares_base = False

@@ -27,7 +27,7 @@ from support.config_fields import (
     kl_fields,
     refusal,
 )
-from trl_klx import KLController, KLXPPOConfig, KLXRLOOConfig, register_kl_controller
+from trl_klx import HoldKLController, KLController, KLXPPOConfig, KLXRLOOConfig, register_kl_controller
 
 
 # ---- Combinations ----
@@ -68,7 +68,7 @@ def test_the_hosts_penalty_is_accepted_without_ours(config_class):
 @both_configs
 def test_the_hosts_moving_reference_is_refused_with_the_penalty(config_class):
     message = refusal(config_class, kl_penalty_coef=0.1, sync_ref_model=True)
-    assert "`sync_ref_model=True`" in message and "`kl_penalty_coef > 0`" in message
+    assert "`sync_ref_model=True`" in message and "`kl_penalty_coef=0.1`" in message
     assert "Set `sync_ref_model=False` and `kl_ref_sync_steps`" in message
     assert build(config_class, beta=0.04, sync_ref_model=True).sync_ref_model
 
@@ -127,7 +127,7 @@ def test_ppo_has_no_groups_with_one_completion_per_prompt():
     assert build(KLXPPOConfig, **fields, num_generations=2).kl_centering == "group"
 
 
-# ---- Options of TRL's that change what a penalty does ----
+# ---- TRL options that change the effect of a penalty ----
 
 
 def test_vespo_weighs_sequences_by_their_advantage():
@@ -186,16 +186,43 @@ def test_adaptive_controllers_need_a_target(config_class, controller):
 @both_configs
 def test_adaptive_controllers_cannot_leave_zero(config_class, controller, target, monitor):
     message = refusal(config_class, kl_controller=controller, kl_target=target, kl_monitor=monitor)
-    assert f"`kl_controller={controller!r}` cannot start from `kl_penalty_coef=0.0`" in message
+    assert f"`kl_controller={controller!r}` cannot start from a coefficient of 0.0" in message
     assert "a multiplicative rule cannot leave 0" in message and "Set `kl_penalty_coef` to a positive value" in message
 
 
 @both_configs
-def test_target_alone_asks_for_a_coefficient(config_class):
-    message = refusal(config_class, kl_target=6.0)
-    assert "`kl_target=6.0` has no effect while `kl_penalty_coef=0.0`" in message
-    assert "Set `kl_penalty_coef` to a positive value" in message and "`kl_monitor=True`" in message
-    assert "cannot leave 0" in message
+def test_a_target_alone_switches_control_on(config_class):
+    config = build(config_class, kl_target=6.0)
+    assert config.kl_penalty_enabled and config.kl_controller_name == "hold"
+    assert config.kl_penalty_coef is None and config.kl_init_coef is None
+    controller = config.build_kl_controller()
+    assert isinstance(controller, HoldKLController) and controller.target == 6.0 and controller.value > 0
+    assert config.beta == 0.0
+
+
+@both_configs
+def test_a_horizon_means_zieglers_rule(config_class):
+    assert build(config_class, kl_penalty_coef=0.1, kl_target=6.0, kl_horizon=500).kl_controller_name == "adaptive"
+    assert build(config_class, kl_penalty_coef=0.1, kl_target=6.0).kl_controller_name == "hold"
+    message = refusal(config_class, kl_target=6.0, kl_horizon=500)
+    assert "`kl_horizon=500`" in message and "Set `kl_target` to the KL to hold, or `kl_penalty_coef`" in message
+
+
+@both_configs
+def test_a_target_without_effect_is_refused(config_class):
+    message = refusal(config_class, kl_target=6.0, kl_penalty_coef=0.0)
+    assert "`kl_target=6.0` has no effect without a KL penalty" in message
+    assert "leave it unset" in message and "`kl_monitor=True`" in message
+
+
+@both_configs
+def test_the_guard_of_the_learning_rate(config_class):
+    assert build(config_class, kl_target=6.0, kl_lr_guard=True).kl_lr_guard
+    message = refusal(config_class, kl_penalty_coef=0.1, kl_lr_guard=True)
+    assert "`kl_lr_guard=True` has no effect with `kl_controller='fixed'`" in message
+    message = refusal(config_class, kl_penalty_coef=0.1, kl_target=6.0, kl_controller="pid", kl_lr_guard=True)
+    assert "`kl_lr_guard=True` has no effect with `kl_controller='pid'`" in message
+    assert "`kl_lr_guard=True` has no effect without a KL penalty" in refusal(config_class, kl_lr_guard=True)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +237,7 @@ def test_target_alone_asks_for_a_coefficient(config_class):
 )
 @both_configs
 def test_settings_that_the_controller_does_not_use_are_refused(config_class, controller, name, value):
-    message = refusal(config_class, **ADAPTIVE, kl_controller=controller, **{name: value})
+    message = refusal(config_class, **(ADAPTIVE | {"kl_controller": controller, name: value}))
     assert f"`{name}={value!r}` has no effect with `kl_controller={controller!r}`" in message
     assert "Unset it, or choose a controller that uses it" in message
 
@@ -231,7 +258,7 @@ def test_coefficient_outside_of_its_bounds_is_refused(controller, coef):
 def test_bounds_do_not_concern_a_fixed_coefficient():
     assert build(kl_penalty_coef=11.0).build_kl_controller().value == 11.0
     assert build(kl_penalty_coef=5e-5, kl_target=6.0, kl_controller="fixed").build_kl_controller().value == 5e-5
-    # The bounds themselves are inside.
+    # The bounds themselves are allowed.
     assert build(kl_penalty_coef=10.0, kl_target=6.0).build_kl_controller().value == 10.0
 
 
@@ -338,7 +365,7 @@ MEANINGFUL_WITH_MONITOR = {
     "kl_target_unit": {},
     "kl_warn_window": {"kl_target": 6.0},
 }
-# These mean something while the penalty is off.
+# These have an effect while the penalty is off.
 SWITCHES = {"kl_penalty_coef", "kl_monitor", "kl_update_target"}
 
 
@@ -346,9 +373,11 @@ SWITCHES = {"kl_penalty_coef", "kl_monitor", "kl_update_target"}
 @pytest.mark.parametrize("name", sorted(FIELDS.keys() - SWITCHES))
 def test_every_field_is_refused_while_the_penalty_is_off(config_class, name):
     value = FIELDS[name][1]
-    message = refusal(config_class, **{name: value})
-    assert f"`{name}={value!r}` has no effect while `kl_penalty_coef=0.0`" in message
+    message = refusal(config_class, **{name: value}, kl_penalty_coef=0.0)
+    assert f"`{name}={value!r}` has no effect without a KL penalty" in message
     assert "Set `kl_penalty_coef` to a positive value such as 0.05" in message
+    if name != "kl_target":
+        assert "Set `kl_target` to the KL to hold" in refusal(config_class, **{name: value})
     assert ("`kl_monitor=True`" in message) == (name in MEANINGFUL_WITH_MONITOR)
 
 
@@ -361,7 +390,7 @@ def test_kl_monitor_accepts_what_it_reads_and_nothing_else(config_class, name):
         assert getattr(config, name) == value and config.kl_enabled and not config.kl_penalty_enabled
     else:
         message = refusal(config_class, kl_monitor=True, **{name: value})
-        assert f"`{name}={value!r}` has no effect while `kl_penalty_coef=0.0`" in message
+        assert f"`{name}={value!r}` has no effect without a KL penalty" in message
         assert "kl_monitor" not in message
 
 
@@ -369,8 +398,8 @@ def test_kl_monitor_can_measure_the_full_kl_but_no_other_estimator():
     assert build(kl_monitor=True, kl_estimator="full").kl_statistic == "full"
     assert build(kl_monitor=True, kl_statistic="full").kl_needs_full
     assert not build(kl_statistic="k3").kl_needs_full
-    assert "`kl_statistic='full'` has no effect while `kl_penalty_coef=0.0`" in refusal(kl_statistic="full")
-    # The statistic that is named leaves the estimator nothing to decide.
+    assert "`kl_statistic='full'` has no effect without a KL penalty" in refusal(kl_statistic="full")
+    # With a named statistic, the estimator has no effect.
     assert "`kl_estimator='full'` has no effect" in refusal(kl_monitor=True, kl_estimator="full", kl_statistic="k3")
     for estimator in ("k2", "k3", "abs", "trlx", "importance"):
         assert f"`kl_estimator={estimator!r}` has no effect" in refusal(kl_monitor=True, kl_estimator=estimator)
@@ -398,7 +427,7 @@ def names(*valid):
     return st.sampled_from([*valid, "k9", None, 3])
 
 
-# The coefficient is mostly on, so that what lies behind the first checks is reached.
+# The coefficient is usually on, so that later checks are reached.
 COEFFICIENTS = st.one_of(st.sampled_from([0.05, 0.1, 1.0]), numbers)
 OTHERS = {
     "kl_penalty_reference_step": numbers,
@@ -413,15 +442,28 @@ OTHERS = {
     "kl_statistic": names("k3", "full"),
     "kl_ignore_tokens": st.sampled_from([None, ["eos"], [5, "w3"], ["7"], [], [None], "eos"]),
     "kl_update_target": numbers,
-    "kl_controller": names("fixed", "adaptive", "exponential", "pid"),
+    "kl_controller": names("hold", "fixed", "adaptive", "exponential", "pid"),
     "kl_target": numbers,
     "kl_target_unit": names("sequence", "token"),
     "kl_horizon": numbers,
     "kl_coef_min": numbers,
     "kl_coef_max": numbers,
-    "kl_controller_kwargs": st.sampled_from([None, {}, {"clip": 0.3}, {"rate": 0.2}, {"kp": 1}, '{"clip": 1}', "{"]),
+    "kl_controller_kwargs": st.sampled_from(
+        [
+            None,
+            {},
+            {"clip": 0.3},
+            {"rate": 0.2},
+            {"kp": 1},
+            '{"clip": 1}',
+            "{",
+            {"constants": {"pace": 0.5}},
+            {"constants": 1},
+        ]
+    ),
     "kl_monitor": st.sampled_from([True, False, "yes"]),
     "kl_warn_window": numbers,
+    "kl_lr_guard": st.sampled_from([True, False, "yes"]),
     "beta": st.sampled_from([0.0, 0.04]),
     "num_iterations": st.sampled_from([1, 4]),
     "top_p": st.sampled_from([1.0, 0.9]),
@@ -438,7 +480,7 @@ def test_space_covers_every_field():
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(fields=SPACE, config_class=st.sampled_from(CONFIGS), data=st.data())
 def test_any_config_is_refused_by_name_or_has_a_working_controller(fields, config_class, data):
-    # Few of many random fields: all of them at once are hardly ever sound.
+    # Only a few random fields, because all of them at once are hardly ever valid.
     kept = data.draw(st.sets(st.sampled_from(sorted(fields)), max_size=5)) | {"kl_penalty_coef"}
     fields = {name: value for name, value in fields.items() if name in kept}
     try:
@@ -449,7 +491,7 @@ def test_any_config_is_refused_by_name_or_has_a_working_controller(fields, confi
         return
     event("accepted")
     controller = config.build_kl_controller()
-    assert controller.value == config.kl_penalty_coef
+    assert controller.value == (controller.init_coef if config.kl_init_coef is None else config.kl_init_coef)
     assert math.isfinite(controller.update(3.0, 8))
     again = config_class(**BARE, **kl_fields(config), num_iterations=config.num_iterations)
     assert kl_fields(again) == kl_fields(config)

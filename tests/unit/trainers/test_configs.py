@@ -28,7 +28,7 @@ from trl_klx.trainers.kl_fields import KLFields
 
 
 def parse(config_class, tmp_path, flags=(), **content):
-    """Parse a YAML file, written as text so that a string is what PyYAML makes of it, and flags."""
+    """Parse flags and a YAML file. The file is plain text, so PyYAML decides what is a string."""
     file = tmp_path / "config.yaml"
     lines = [f"{name}: {value}" for name, value in ({"output_dir": "out", "use_cpu": True} | content).items()]
     file.write_text("\n".join(lines))
@@ -59,7 +59,7 @@ def test_every_field_has_a_help_text_and_a_line_in_the_docstring(config_class, n
 def test_default_config_equals_the_parent_in_every_field_of_the_parent(config_class):
     parent = GRPOConfig if config_class is KLXGRPOConfig else RLOOConfig
     ours, theirs = build(config_class).to_dict(), parent(**BARE).to_dict()
-    # Two configs that are made at different times differ in the name of their log directory.
+    # Configs that are built at different times differ in the name of their log directory.
     differs = {name for name in theirs if ours[name] != theirs[name]}
     assert differs <= {"logging_dir"}
 
@@ -93,11 +93,11 @@ def test_estimator_and_centering_follow_the_placement(config_class, placement, e
     assert (config.kl_estimator, config.kl_centering) == (estimator, centering)
 
 
-def test_controller_is_adaptive_with_a_target_and_fixed_without():
+def test_controller_holds_a_target_and_is_fixed_without():
     assert build(kl_penalty_coef=0.1).kl_controller_name == "fixed"
-    assert build(kl_penalty_coef=0.1, kl_target=6.0).kl_controller_name == "adaptive"
+    assert build(kl_penalty_coef=0.1, kl_target=6.0).kl_controller_name == "hold"
     assert build(kl_penalty_coef=0.1, kl_target=6.0, kl_controller="fixed").kl_controller_name == "fixed"
-    # Nothing is controlled while the KL is only measured, though there is something to drift from.
+    # Nothing is controlled while the KL is only measured, but it can still drift.
     assert build(kl_monitor=True, kl_target=6.0).kl_controller_name == "fixed"
 
 
@@ -175,6 +175,7 @@ def test_every_field_from_yaml(config_class, tmp_path):
         "kl_coef_max": 10.0,
         "kl_controller_kwargs": {"clip": 0.3},
         "kl_monitor": True,
+        "kl_lr_guard": False,
         "kl_warn_window": 20,
     }
 
@@ -234,7 +235,7 @@ def test_rloo_beta_from_yaml(tmp_path):
 @both_configs
 @pytest.mark.parametrize("name", ["kl_placement", "kl_estimator", "kl_centering", "kl_target_unit", "kl_controller"])
 def test_invalid_choice_in_yaml_is_refused(config_class, tmp_path, name):
-    # The parser lets it through: it checks the choices of flags only.
+    # The parser lets it through, because it checks choices only for flags.
     with pytest.raises(ValueError, match=rf"`{name}` must be one of .*, got 'k9'"):
         parse(config_class, tmp_path, kl_penalty_coef=0.1, **{name: "k9"})
 
@@ -270,7 +271,7 @@ def test_controller_kwargs_that_are_no_json_object_are_refused(tmp_path, text):
 NAN_AND_INFINITIES = [math.nan, math.inf, -math.inf]
 NO_NUMBERS = [True, "0.1", "", [0.1], 10**400]
 BAD_VALUES = {
-    "kl_penalty_coef": [-0.1, -1e-12, -5, None, *NAN_AND_INFINITIES, *NO_NUMBERS],
+    "kl_penalty_coef": [-0.1, -1e-12, -5, *NAN_AND_INFINITIES, *NO_NUMBERS],
     "kl_penalty_reference_step": [-1, 1.0, 0.5, True, "0", math.nan],
     "kl_ref_adapter_path": ["", 3, b"path", ["path"]],
     "kl_ref_lag": [0, -1, 1.0, True, "1"],
@@ -291,6 +292,7 @@ BAD_VALUES = {
     "kl_coef_max": [0.0, -10.0, None, *NAN_AND_INFINITIES, *NO_NUMBERS],
     "kl_controller_kwargs": ["clip", [1], 3, "{"],
     "kl_monitor": ["yes", 1, None, 0.0],
+    "kl_lr_guard": ["yes", 1, None, 0.0],
     "kl_warn_window": [-1, 1.5, None, True, "100"],
 }
 REMEDIES = {
@@ -315,6 +317,7 @@ REMEDIES = {
     "kl_coef_max": "such as 10.0",
     "kl_controller_kwargs": "leave it unset",
     "kl_monitor": "Set it to True",
+    "kl_lr_guard": "Set it to True to guard the learning rate",
     "kl_warn_window": "Set it to 0",
 }
 

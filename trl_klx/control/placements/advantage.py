@@ -23,8 +23,8 @@ class AdvantagePlacement(ScorePlacement):
     def check(cls, args: Any) -> None:
         if args.kl_estimator == "importance" and args.kl_centering == "sequence":
             raise ValueError(
-                "`kl_estimator='importance'` cannot be used with `kl_centering='sequence'`: a larger coefficient would not "
-                "mean a smaller KL. Set `kl_estimator='k1'`, or another `kl_centering`."
+                "`kl_estimator='importance'` cannot be used with `kl_centering='sequence'`: a larger coefficient "
+                "would not mean a smaller KL. Set `kl_estimator='k1'`, or another `kl_centering`."
             )
 
     @property
@@ -98,13 +98,13 @@ class GRPOAdvantage(AdvantagePlacement):
         if by_sequence and args.kl_discount != 0.0:
             raise ValueError(
                 f"`kl_discount={args.kl_discount!r}` cannot be used with `importance_sampling_level='sequence'`: all "
-                "tokens of a sequence then share what each of them pays, which already is the KL of the whole sequence. "
-                "Set `kl_discount=0.0`."
+                "tokens of a sequence then share what each of them pays, which already is the KL of the whole "
+                "sequence. Set `kl_discount=0.0`."
             )
         if args.loss_type == "vespo":
             raise ValueError(
-                "`loss_type='vespo'` cannot be used with `kl_placement='advantage'`: it weighs a sequence by the sign of "
-                "its advantage, and would weigh each token by its own. Set `kl_placement='reward'` or 'loss'."
+                "`loss_type='vespo'` cannot be used with `kl_placement='advantage'`: it weighs a sequence by the sign "
+                "of its advantage, and would weigh each token by its own. Set `kl_placement='reward'` or 'loss'."
             )
         option = cls._deciding_option(args)
         if option is not None:
@@ -116,8 +116,8 @@ class GRPOAdvantage(AdvantagePlacement):
         if args.importance_sampling_level == "sequence" or args.loss_type not in CLIPPED_LOSSES:
             raise ValueError(
                 f"{reason} can be used with `kl_placement='advantage'` only where TRL clips a ratio per token, got "
-                f"`loss_type={args.loss_type!r}` and `importance_sampling_level={args.importance_sampling_level!r}`. Set "
-                "`kl_placement='reward'` or 'loss'."
+                f"`loss_type={args.loss_type!r}` and `importance_sampling_level={args.importance_sampling_level!r}`. "
+                "Set `kl_placement='reward'` or 'loss'."
             )
 
     @staticmethod

@@ -1,8 +1,8 @@
 """
 Where the penalty enters training.
 
-A placement is one class: which estimators it can use, which settings it refuses, what it does with a batch whose KL has
-been measured, and what it adds to the loss. [`register_placement`] gives it a name in `kl_placement`.
+A placement is one class: which estimators it can use, which settings it refuses, what it does with a batch whose KL
+has been measured, and what it adds to the loss. [`register_placement`] gives it a name in `kl_placement`.
 """
 
 from collections.abc import Callable
@@ -138,8 +138,8 @@ def get_placement(algorithm: str, name: str) -> type[Placement]:
 class ScorePlacement(Placement):
     """
     Base of the placements that act through the policy gradient. It pushes a token down in proportion to what the token
-    pays. That restrains the policy only if a token that it favours over the reference pays more than one that it does not:
-    the estimator must rise with the log-ratio.
+    pays. That restrains the policy only if a token that it favours over the reference pays more than one that it does
+    not: the estimator must rise with the log-ratio.
     """
 
     estimators = ("k1", "importance")

@@ -26,8 +26,8 @@ class LossPlacement(Placement):
     def check(cls, args: Any) -> None:
         if getattr(args, "use_bias_correction_kl", True) is not True:
             raise ValueError(
-                f"`use_bias_correction_kl={args.use_bias_correction_kl!r}` has no effect with `kl_placement='loss'`, whose "
-                "term always has the gradient of KL(policy || reference). Unset it."
+                f"`use_bias_correction_kl={args.use_bias_correction_kl!r}` has no effect with `kl_placement='loss'`, "
+                "whose term always has the gradient of KL(policy || reference). Unset it."
             )
 
     @property

@@ -28,15 +28,15 @@ class GRPOReward(SequenceRewardPlacement):
     def check(cls, args: Any) -> None:
         if args.multi_objective_aggregation == "normalize_then_sum":
             raise ValueError(
-                "`kl_placement='reward'` cannot be used with `multi_objective_aggregation='normalize_then_sum'`, which "
-                "would divide the penalty by its own standard deviation, so that `kl_penalty_coef` had no effect. Set "
-                "`multi_objective_aggregation='sum_then_normalize'`, or `kl_placement='advantage'`."
+                "`kl_placement='reward'` cannot be used with `multi_objective_aggregation='normalize_then_sum'`, "
+                "which would divide the penalty by its own standard deviation, so that `kl_penalty_coef` had no "
+                "effect. Set `multi_objective_aggregation='sum_then_normalize'`, or `kl_placement='advantage'`."
             )
         if args.scale_rewards == "group":
             warnings.warn(
-                "`kl_placement='reward'` with `scale_rewards='group'`: each group is divided by the standard deviation of "
-                "rewards and penalties together, so that in a group whose rewards are equal the coefficient has no effect. "
-                "Set `scale_rewards='none'` or 'batch', or `kl_placement='advantage'`.",
+                "`kl_placement='reward'` with `scale_rewards='group'`: each group is divided by the standard "
+                "deviation of rewards and penalties together, so that in a group whose rewards are equal the "
+                "coefficient has no effect. Set `scale_rewards='none'` or 'batch', or `kl_placement='advantage'`.",
                 stacklevel=5,
             )
 
