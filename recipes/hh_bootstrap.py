@@ -48,7 +48,7 @@ from hh_measures import heldout_perplexity, score_texts
 
 
 # Part of the cache folder's name. Raise it when the training below changes in a way that the settings do not show.
-VERSION = 1
+VERSION = 2
 # Written last, so a folder without it is incomplete.
 METRICS_FILE = "metrics.json"
 # Environment variables that a launcher sets for its processes.

@@ -232,6 +232,7 @@ HELPFUL_FLAWS = {
     "no_help": 10,  # ends without having helped
     "refusal": 10,  # declines a harmless question
     "unfinished": 8,  # stops in the middle of a sentence
+    "repeats": 10,  # fitting, but says the same thing twice
     "thin": 6,  # fitting, but says less than the other answer
 }
 BORDERLINE_FLAWS = {
@@ -291,6 +292,8 @@ def _helpful_answers(rng: random.Random, topic: str, item: str) -> tuple[str, st
     elif flaw == "unfinished":
         words = _good_answer(rng, topic, item, 2).split(" ")
         rejected = " ".join(words[: rng.randint(4, len(words) - 4)]).rstrip(".!?,")
+    elif flaw == "repeats":
+        rejected = _join(_maybe(rng, 0.4, OPENERS), *[tip] * rng.choice((2, 2, 3)))
     else:
         rejected = _join(tip)
     return chosen, rejected

@@ -130,6 +130,17 @@ class BriefProgress(ProgressCallback):
                 self.training_bar.write(f"      step {state.global_step:>5}  {numbers}")
 
 
+class StopAtKL(TrainerCallback):
+    """End training once the logged KL is above a limit."""
+
+    def __init__(self, limit: float):
+        self.limit = limit
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if (logs or {}).get("klx/kl", 0.0) > self.limit:
+            control.should_training_stop = True
+
+
 def last_quarter_mean(history: Sequence[dict], key: str) -> float | None:
     """Mean of a logged metric over the last quarter of the run."""
     values = [entry[key] for entry in history if entry.get(key) is not None]
@@ -200,9 +211,16 @@ def load_pyplot():
 
 
 def draw_report(
-    path: Path, history: Sequence[dict], perplexities: Sequence[tuple[int, float]], target: float | None
+    path: Path,
+    history: Sequence[dict],
+    perplexities: Sequence[tuple[int, float]],
+    target: float | None,
+    free: Sequence[dict] = (),
 ) -> bool:
-    """Draw the curves of reward, KL and target, coefficient and perplexity. Returns `False` without matplotlib."""
+    """
+    Draw the curves of reward, KL and target, coefficient and perplexity, and those of a run without a penalty in grey.
+    Returns `False` without matplotlib.
+    """
     pyplot = load_pyplot()
     if pyplot is None:
         return False
@@ -213,9 +231,12 @@ def draw_report(
         (axes[1][0], "klx/coef", "KL coefficient"),
     )
     for axis, key, title in curves:
+        points = [(entry["step"], entry[key]) for entry in free if entry.get(key) is not None]
+        if points and key != "klx/coef":
+            axis.plot(*zip(*points, strict=True), color="0.6", label="no penalty")
         points = [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None]
         if points:
-            axis.plot(*zip(*points, strict=True), color="tab:blue")
+            axis.plot(*zip(*points, strict=True), color="tab:blue", label="this run")
         axis.set_title(title)
     if target is not None:
         axes[0][1].axhline(target, color="tab:red", linestyle="--", label="target")

@@ -19,6 +19,7 @@ accelerate launch recipes/ppo_hh.py \
 ```
 """
 
+import copy
 import os
 import sys
 import traceback
@@ -39,6 +40,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedModel,
     ProgressCallback,
 )
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
@@ -48,6 +50,7 @@ from hh_measures import heldout_perplexity, score_texts
 from hh_report import (
     BriefProgress,
     PerplexityCallback,
+    StopAtKL,
     cut_at,
     draw_report,
     evaluate,
@@ -80,6 +83,8 @@ class HHScriptArguments(ScriptArguments):
             Number of held-out dialogues for the report.
         samples (`int`, *optional*, defaults to `3`):
             Number of dialogues to show before and after training.
+        free_run (`bool`, *optional*, defaults to `False`):
+            Also train without a penalty until the KL is at three times its target, to draw that run behind this one.
         cache_dir (`str`, *optional*, defaults to `"outputs/hh_default"`):
             Where to keep the default tiny models for the next run.
         quick (`bool`, *optional*, defaults to `False`):
@@ -94,6 +99,9 @@ class HHScriptArguments(ScriptArguments):
     )
     eval_prompts: int = field(default=128, metadata={"help": "Number of held-out dialogues for the report."})
     samples: int = field(default=3, metadata={"help": "Number of dialogues to show before and after training."})
+    free_run: bool = field(
+        default=False, metadata={"help": "Also train without a penalty for a while, to draw that run behind this one."}
+    )
     cache_dir: str = field(
         default="outputs/hh_default", metadata={"help": "Where to keep the default tiny models for the next run."}
     )
@@ -214,6 +222,14 @@ def truncate_prompts(rows: list[dict], tokenizer, max_length: int) -> list[dict]
     return shortened
 
 
+def without_penalty(args: KLXPPOConfig) -> KLXPPOConfig:
+    """The same run with the KL only measured."""
+    args = copy.deepcopy(args)
+    args.kl_target, args.kl_penalty_coef, args.kl_controller, args.kl_monitor = None, 0.0, None, True
+    args.kl_lr_guard = False
+    return args
+
+
 def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args: ModelConfig) -> None:
     state = PartialState()
     embedded = model_args.model_name_or_path is None
@@ -250,17 +266,21 @@ def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args
     rows = truncate_prompts(rows, tokenizer, script_args.max_prompt_length)
     heldout = truncate_prompts(heldout[: script_args.eval_prompts], tokenizer, script_args.max_prompt_length)
 
-    trainer = KLXPPOTrainer(
-        args=training_args,
-        processing_class=tokenizer,
-        model=policy,
-        reward_funcs=reward_func,
-        train_dataset=Dataset.from_list(rows),
-        peft_config=get_peft_config(model_args),
-    )
-    if not training_args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(BriefProgress)
+    def build_trainer(args: KLXPPOConfig, model: PreTrainedModel) -> KLXPPOTrainer:
+        trainer = KLXPPOTrainer(
+            args=args,
+            processing_class=tokenizer,
+            model=model,
+            reward_funcs=reward_func,
+            train_dataset=Dataset.from_list(rows),
+            peft_config=get_peft_config(model_args),
+        )
+        if not args.disable_tqdm:
+            trainer.remove_callback(ProgressCallback)
+            trainer.add_callback(BriefProgress)
+        return trainer
+
+    trainer = build_trainer(training_args, policy)
     # No single process holds all weights of a sharded policy, so only a whole one is measured.
     whole = trainer.accelerator.distributed_type in (
         DistributedType.NO,
@@ -288,9 +308,11 @@ def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args
         before = measure()
         say(f"      reward {before.reward:.3f}, perplexity {before.perplexity:.3f}")
         trainer.add_callback(perplexity)
+    steps, coef = training_args.max_steps, training_args.kl_init_coef
     say(
-        f"[3/4] PPO: {training_args.max_steps if training_args.max_steps > 0 else 'all'} steps on {len(rows)} "
-        f"dialogues, KL coefficient {training_args.kl_penalty_coef} ({training_args.kl_controller_name})"
+        f"[3/4] PPO: {steps if steps > 0 else 'all'} steps on {len(rows)} dialogues, "
+        f"KL controller {training_args.kl_controller_name}"
+        + ("" if coef is None else f", coefficient {coef}")
         + (
             f", target {training_args.kl_target} nats per {training_args.kl_target_unit}"
             if training_args.kl_target
@@ -301,17 +323,28 @@ def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args
     trainer.save_model(training_args.output_dir)
     say(f"      policy saved in {training_args.output_dir}")
 
+    free_trainer = None
+    if script_args.free_run and training_args.kl_target is not None:
+        say("      the same without a penalty, until the KL is at three times its target")
+        args = without_penalty(training_args)
+        free_trainer = build_trainer(args, AutoModelForCausalLM.from_pretrained(path, **settings))
+        free_trainer.add_callback(StopAtKL(3.0 * training_args.kl_target))
+        free_trainer.train()
+
     if whole and state.is_main_process:
         say("[4/4] Measuring again")
         after = measure()
         history, target = trainer.state.log_history, training_args.kl_target
+        free = free_trainer.state.log_history if free_trainer is not None else []
         folder = Path(training_args.output_dir)
         say(format_report(before, after, history, target, heldout, script_args.samples))
         write_report(folder, before, after, history, perplexity.curve)
-        if draw_report(folder / "report.png", history, perplexity.curve, target):
+        if draw_report(folder / "report.png", history, perplexity.curve, target, free):
             say(f"\nCurves: {folder / 'report.png'}")
         else:
             say("\nNo curves: matplotlib is not installed (pip install 'trl-klx[plot]').")
+        if trainer.kl_control is not None and trainer.kl_control.adviser is not None:
+            say(trainer.kl_control.adviser.summary())
     state.wait_for_everyone()
 
 

@@ -7,16 +7,16 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from trl_klx import center_kl_advantages, estimate_kl, get_kl_controller
+from trl_klx import BatchMeasurement, center_kl_advantages, estimate_kl, get_kl_controller
 
 
-POSITIONS, SYMBOLS, BATCH, STEPS, TARGET = 16, 64, 64, 240, 4.0
+POSITIONS, SYMBOLS, BATCH, STEPS, TARGET, RATE = 16, 64, 64, 240, 4.0, 0.05
 CONTROLLERS = {
     "fixed, 0.1": ("fixed", {}),
     "adaptive, horizon 10000": ("adaptive", {}),
     "adaptive, horizon 1000": ("adaptive", {"horizon": 1000}),
     "exponential": ("exponential", {}),
-    "pid": ("pid", {}),
+    "hold": ("hold", {}),
 }
 
 
@@ -89,21 +89,36 @@ def simulate(name: str, settings: dict, seed: int = 0) -> tuple[list[float], lis
         np.add.at(gradient, (np.broadcast_to(places, tokens.shape), tokens), advantage)
         gradient = (gradient - advantage.sum(0)[:, None] * probs) / BATCH
         first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
-        logits += 0.05 * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
-        controller.update(kl, BATCH)
+        logits += RATE * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
+        totals, pulls = (np.exp(-ratio) - 1 + ratio).sum(1), (reward - reward.mean()) / reward.std() * ratio.sum(1)
+        controller.observe(
+            BatchMeasurement(
+                kl,
+                BATCH,
+                learning_rate=RATE,
+                drive=float(pulls.mean()),
+                drag=float((ratio**2).sum(1).mean()),
+                standard_error=float(totals.std() / BATCH**0.5),
+                drive_error=float(pulls.std() / BATCH**0.5),
+            )
+        )
     return kls, coefs
 
 
 def draw_controllers(path: Path) -> None:
     figure = Figure(figsize=(9.0, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for label, (name, settings) in CONTROLLERS.items():
+    styles = ("-", "--", "-.", ":", "-")
+    for (label, (name, settings)), style in zip(CONTROLLERS.items(), styles, strict=True):
         kls, coefs = simulate(name, settings)
-        left.plot(kls, label=label, linewidth=1.2)
-        right.plot(coefs, linewidth=1.2)
+        width = 2.2 if name == "hold" else 1.2
+        left.plot(kls, style, label=label, linewidth=width)
+        right.plot(coefs, style, linewidth=width)
     left.axhspan(0.8 * TARGET, 1.2 * TARGET, color="0.3", alpha=0.12, linewidth=0)
     left.axhline(TARGET, color="0.3", linestyle="--", linewidth=1.0)
-    left.set(title=f"KL, target {TARGET:g} nats per sequence", xlabel="step", ylabel="nats")
+    left.set(
+        title=f"KL, target {TARGET:g} nats per sequence", xlabel="step", ylabel="nats", yscale="log", ylim=(0.1, None)
+    )
     right.set(title="coefficient", xlabel="step", yscale="log")
     left.legend(fontsize="small")
     save(figure, path)

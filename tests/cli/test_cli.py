@@ -1,4 +1,4 @@
-"""The commands that report on runs, and what all commands share. None of them trains."""
+"""The commands that report on runs, and what all commands share. None of these commands trains."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def write_state(folder: Path, rows: list[dict], step: int | None = None, max_ste
 
 
 def rows_of(**series) -> list[dict]:
-    """Rows of a log from one list of values per metric; `/` in a name is written `__`."""
+    """Log rows from one list of values per metric. `__` in a name stands for `/`."""
     length = len(next(iter(series.values())))
     return [
         {"step": index + 1} | {name.replace("__", "/"): values[index] for name, values in series.items()}
@@ -43,7 +43,7 @@ def rows_of(**series) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two real runs: ours towards a target, and TRL's own with its KL term."""
+    """Two real runs: ours with a target, and TRL's own with its KL term."""
     root = tmp_path_factory.mktemp("runs")
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     train(KLXGRPOTrainer, root / "ours", kl_penalty_coef=0.1, kl_target=0.5, kl_horizon=50, **saving)
@@ -106,7 +106,7 @@ def test_the_state_that_knows_most_is_read(tmp_path):
     rows = rows_of(reward=[1.0, 2.0, 3.0, float("nan")])
     write_state(tmp_path / "checkpoint-2", rows[:2])
     write_state(tmp_path / "checkpoint-10", rows)
-    # Copying gives dates in any order.
+    # Copied files may have dates in any order.
     os.utime(tmp_path / "checkpoint-10" / "trainer_state.json", (1, 1))
     run = read_run(str(tmp_path))
     assert run.file.parent.name == "checkpoint-10" and run.note is None
@@ -208,7 +208,7 @@ def test_compare_one_run_and_one_without_kl(runs, tmp_path, capsys):
     write_state(tmp_path / "bare", rows_of(reward=[1.0]), max_steps=1)
     assert main(["compare", str(tmp_path / "bare")]) == 0
     assert capsys.readouterr().out.endswith("verdict: bare: no KL was logged\n")
-    # Two runs of one name are told apart by their paths.
+    # Two runs with the same name are told apart by their paths.
     shutil.copytree(runs / "ours", tmp_path / "ours")
     assert main(["compare", str(tmp_path / "ours"), str(runs / "ours")]) == 0
     shown = capsys.readouterr().out
@@ -269,7 +269,7 @@ def test_plot_without_matplotlib(runs, monkeypatch, capsys):
 
 
 def test_follow_until_interrupted(tmp_path):
-    """From before the run begins, through its growth, to Ctrl-C."""
+    """The live view works before the run starts, while it grows, and until Ctrl-C."""
     rows = rows_of(reward=[1.0, 2.0, 3.0])
     folder = tmp_path / "run"
     process = start("plot", "--follow", "--interval", "0.1", folder, "--metrics", "reward")
@@ -298,7 +298,7 @@ def test_follow_ends_with_the_run(tmp_path, capsys):
 
 
 def install_controllers(folder: Path) -> None:
-    """A package that provides one controller that works and one that does not."""
+    """A package with one controller that works and one that does not."""
     (folder / "steps").mkdir(parents=True)
     (folder / "steps" / "__init__.py").write_text(
         "from trl_klx import KLController\n"
@@ -338,7 +338,7 @@ def test_simulate_plays_the_recorded_kl(tmp_path, capsys):
     assert main([*arguments, "--controllers", "adaptive", "fixed"]) == 0
     shown = capsys.readouterr().out
     assert "open loop: the recorded KL does not react" in shown
-    # Twice the target is an error of 1, clipped to 0.2; by 5 of 10 completions that is a factor of 1.1.
+    # Twice the target is an error of 1, clipped to 0.2; at 5 completions and a horizon of 10, the factor is 1.1.
     rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line}
     assert rows["adaptive"] == ["0.5", "0.5", "0.605", "0.605"]
     assert rows["fixed"] == ["0.5"] * 4

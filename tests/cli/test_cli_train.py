@@ -1,4 +1,4 @@
-"""The commands that train, through accelerate's launcher, and the references that a training leaves behind."""
+"""The commands that train through accelerate's launcher, and the references that a run leaves behind."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ RECIPE = {
     "learning_rate": 0.01,
     "kl_penalty_coef": 0.1,
     "kl_target": 0.5,
-    # Of the launcher, a switch among them.
+    # Launcher flags, including a switch.
     "cpu": True,
     "num_processes": 1,
 }
@@ -56,7 +56,7 @@ def project(tmp_path_factory):
     tokenizer = build_tokenizer()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        # Not the Qwen2 of the other tests: its tokenizer cannot be loaded as what it was saved as.
+        # Not the Qwen2 of the other tests: its tokenizer cannot be loaded as it was saved.
         policy = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=len(tokenizer),
@@ -88,7 +88,7 @@ def in_project(project, monkeypatch):
 
 
 def rewrite(project: Path, name: str, **changes) -> str:
-    """Another recipe; `None` takes a field out."""
+    """Write a changed recipe. `None` removes a field."""
     recipe = {key: value for key, value in (RECIPE | changes).items() if value is not None}
     (project / name).write_text(yaml.safe_dump(recipe))
     return name
@@ -103,7 +103,7 @@ def test_grpo_trains_while_it_is_followed(project):
     try:
         done = command("grpo", "--config", "recipe.yaml", "--output_dir", "grpo", "--use_peft", cwd=project)
         assert done.returncode == 0, done.stderr
-        # No checkpoint is saved, so that only the live log can have told it.
+        # No checkpoint is saved, so this can only come from the live log.
         shown, _ = follow.communicate(timeout=300)
         assert follow.returncode == 0 and shown.endswith("grpo step 2 of 2\n")
     finally:
@@ -140,7 +140,7 @@ def test_rloo_trains_from_flags_that_override_the_recipe(in_project):
 
 
 def test_training_fails_with_one_line(in_project, capsys):
-    """In this process what accelerate would run in another."""
+    """Run in this process what accelerate would run in another."""
     arguments = ["--config", "recipe.yaml", "--output_dir", "failed"]
     ours = [*arguments, "--reward_funcs", "my_rewards.odd"]
     before = trl.GRPOTrainer
@@ -148,7 +148,7 @@ def test_training_fails_with_one_line(in_project, capsys):
     error = capsys.readouterr().err
     assert "trl-klx grpo: error: AttributeError: module 'my_rewards' has no attribute 'odd'" in error
     assert "Traceback" not in error
-    # A config that is refused is a wrong usage.
+    # A refused config counts as wrong usage.
     assert script.main("grpo", [*arguments, "--beta", "0.1"]) == 2
     assert "would penalise the KL twice" in capsys.readouterr().err
     assert script.main("grpo", [*arguments, "--kl_penalty_reference_step", "7"]) == 1
@@ -222,7 +222,7 @@ def test_launcher_settings_from_a_recipe():
 
 
 def test_batch_sizes_are_left_to_the_processes_that_train(in_project, monkeypatch):
-    """One completion on each of two processes makes a group of two; in the one that launches, it would not."""
+    """One completion on each of two processes makes a group of two. In the launching process alone it would not."""
     launched = []
     monkeypatch.setattr(train_command, "launch_command", launched.append)
     flags = ["--multi_gpu", "--num_processes", "2", "--per_device_train_batch_size", "1", "--seed", "2"]
@@ -248,7 +248,7 @@ def test_help_is_grouped_with_our_fields_first(name, capsys):
     assert "--kl_target " in sections["KL control"] and "--learning_rate" not in sections["KL control"]
     assert "--reward_funcs" in sections["data and rewards"] and "--use_peft" in sections["model"]
     assert "--learning_rate" in sections["training (transformers)"]
-    # Every flag is in one group, and only there.
+    # Every flag is in exactly one group.
     words = {title: text.replace(",", " ").split() for title, text in sections.items()}
     for action in make_parser(name)._actions:
         assert sum(action.option_strings[0] in text for text in words.values()) == 1, action.option_strings
@@ -273,7 +273,7 @@ def test_flags_are_those_of_trl_and_ours():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Output folders of a full and of a LoRA run with two checkpoints each."""
+    """Output folders of a full run and a LoRA run, with two checkpoints each."""
     root = tmp_path_factory.mktemp("trained")
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "kl_penalty_coef": 0.1}
     train(KLXGRPOTrainer, root / "full", **settings).save_model(root / "full")
@@ -282,7 +282,7 @@ def trained(tmp_path_factory):
 
 
 def parse_references(shown: str) -> dict[str, dict[str, str]]:
-    """By candidate: its hash, its config lines, or why it cannot serve."""
+    """By candidate: its hash and config lines, or why it cannot be used."""
     found = {}
     for block in shown.strip().split("\n\n"):
         name, *lines = block.split("\n")

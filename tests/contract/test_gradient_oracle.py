@@ -50,7 +50,7 @@ def test_on_policy_a_charge_has_the_gradient_of_the_kl_it_is_named_after():
     assert all(cosine_and_scale(token_kl, other)[0] < 0.99 for other in others)
 
 
-# ---- The same, in the settings where it went wrong ----
+# ---- The same with further settings ----
 
 
 def follows_token_kl(steps, factor, rollout=None) -> None:
@@ -64,14 +64,14 @@ def follows_token_kl(steps, factor, rollout=None) -> None:
 @pytest.mark.parametrize("placement", ["advantage", "loss"])
 def test_ignored_tokens_neither_count_nor_pay(trainer, placement, tmp_path):
     if (trainer, placement) == ("GRPO by sequence", "advantage"):
-        pytest.skip("what a token pays is shared by all tokens of its completion")
+        pytest.skip("all tokens of a completion share what one token pays")
     trainer_class, settings = TRAINERS[trainer]
     fields = {"kl_penalty_coef": 1.0, "kl_placement": placement, "kl_ignore_tokens": ["eos"]}
     if placement == "advantage":
-        fields["kl_centering"] = "none"  # the mean of some tokens is no baseline for them alone
+        fields["kl_centering"] = "none"  # a mean over the paying tokens is no baseline
     [step] = recorded_steps(trainer_class, tmp_path, **settings, **fields)
     exact = Exact(step.weight, step.weight)
-    # A token that does not pay leaves the others of its state to do so.
+    # If a token does not pay, only the other tokens of its state do.
     charged = exact.charged(lambda path, t: 0.0 if path[t][1] == EOS else exact._drift(path[t]))
     if placement == "loss":
         charged = exact.expected(
@@ -91,7 +91,7 @@ def k3(log_ratio: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("estimator", ["k2", "k3", "full"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_sampler_other_than_the_policy_is_corrected_for(level, estimator, tmp_path):
-    """TRL's importance ratio of vLLM weighs our term too. vLLM itself is not needed for that."""
+    """TRL's importance ratio for vLLM also weighs our term. The test needs no vLLM."""
     sampler = build_policy().lm_head.weight.detach().clone()
 
     def sample_elsewhere(trainer):
@@ -137,7 +137,7 @@ def test_options_of_trl_that_read_the_advantages_do_not_touch_the_penalty(option
 
 
 def settled_kl(coef: float, charge, style: str, rewards: torch.Tensor) -> float:
-    """KL(policy || reference) once the exact policy gradient of reward and penalty has come to rest."""
+    """KL(policy || reference) after the exact policy gradient of reward and penalty has converged."""
     paths = Exact.all_paths()
     lengths = torch.tensor([len(path) for path in paths])
     ref = Exact._table(build_policy(REFERENCE).lm_head.weight.detach().double())
@@ -181,7 +181,7 @@ def test_a_larger_coefficient_means_a_smaller_kl(charge, style):
 
 
 def test_what_is_refused_would_not_restrain():
-    """The same flow with k3 charged to tokens: the largest coefficient ends further away than a small one of k1."""
+    """With k3 charged to tokens, the largest coefficient ends further away than a small one with k1."""
     rewards = torch.randn(len(Exact.all_paths()), generator=torch.Generator().manual_seed(0)).double()
     kls = [settled_kl(coef, k3, "by token", rewards) for coef in (0.1, 10.0)]
     assert kls[1] > settled_kl(0.3, lambda x: x, "by token", rewards)

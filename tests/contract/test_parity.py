@@ -1,4 +1,4 @@
-"""At its defaults, and while it only measures, a KLX trainer is its TRL parent, to the bit."""
+"""With default fields, and while it only measures, a KLX trainer equals its TRL parent to the bit."""
 
 import functools
 
@@ -10,7 +10,7 @@ from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 
 
 PAIRS = {"grpo": (GRPOTrainer, KLXGRPOTrainer), "rloo": (RLOOTrainer, KLXRLOOTrainer)}
-# What TRL's configs have when nothing is said; written out only so that the runs can be shared.
+# Defaults of TRL's configs, written out only so that runs can be shared.
 DEFAULT_BETA = {name: {"beta": config(**RUN).beta} for name, config in (("grpo", GRPOConfig), ("rloo", RLOOConfig))}
 # The generation batch in one micro-batch, split for accumulation, and used for two optimizer steps.
 BATCHINGS = {
@@ -22,7 +22,7 @@ BATCHINGS = {
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    """A saved model: TRL builds the reference of full fine-tuning from where the policy came from."""
+    """A saved model. For full fine-tuning, TRL loads the reference from the policy's path."""
     path = tmp_path_factory.mktemp("model")
     build_model().save_pretrained(path)
     return str(path)
@@ -30,7 +30,7 @@ def model_path(tmp_path_factory):
 
 @functools.cache
 def run_of_trl(algorithm, adapter, batching, model_path, beta=None):
-    """What TRL's trainer logs and learns; one run serves several tests."""
+    """The logs and weights of TRL's trainer. One run serves several tests."""
     fields = settings(adapter, model_path, **BATCHINGS[batching]) | ({} if beta is None else {"beta": beta})
     trainer = train(PAIRS[algorithm][0], model_path + "-run", **fields)
     return history(trainer), weights(trainer)
@@ -71,8 +71,8 @@ def test_monitor_only_measures(algorithm, adapter, batching, model_path, tmp_pat
     assert kl[0] == 0.0 and all(value > 1e-4 for value in kl[1:])
 
 
-# TRL's own KL, with its own reference, is the same quantity: k3 per token in GRPO's loss, k1 per token in RLOO's reward.
-# GRPO's is a mean of the means of micro-batches, so only a single one can be compared.
+# TRL's own KL, with its own reference, is the same quantity: k3 per token in GRPO's loss, k1 per token in RLOO's
+# reward. GRPO logs a mean of micro-batch means, so only a single micro-batch can be compared.
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 @pytest.mark.parametrize(
     ("algorithm", "metric", "batching"),

@@ -1,4 +1,4 @@
-"""The internals of TRL that this package stands on, pinned on the installed version."""
+"""The internals of TRL that this package relies on, pinned on the installed version."""
 
 import inspect
 import os
@@ -16,7 +16,7 @@ from support.tiny import build_model, build_trainer, lora, scripted_rollout, tra
 
 TRAINERS = {"grpo": GRPOTrainer, "rloo": RLOOTrainer}
 both = pytest.mark.parametrize("trainer_class", TRAINERS.values(), ids=TRAINERS)
-# The batch keys that tests/trainers/grpo/test_grpo.py and tests/trainers/rloo/test_rloo.py do not produce are multimodal.
+# Keys that every generation batch has.
 TOKENS = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"}
 
 
@@ -25,7 +25,7 @@ def parameters(method) -> list[str]:
 
 
 class Spying:
-    """Keeps every call of the methods that we hook into."""
+    """Records every call of the methods that we hook into."""
 
     def __init__(self, *args, **kwargs):
         self.calls: list[tuple] = []
@@ -58,7 +58,7 @@ def spy(trainer_class, output_dir, **settings):
 
 
 def test_version():
-    # Set by `make test`, so that the run on the oldest release cannot pass on another one.
+    # Set by `make test`, so that the tests of the oldest release cannot run on another one.
     assert trl.__version__ == os.environ.get("KLX_EXPECTED_TRL", trl.__version__)
 
 
@@ -76,7 +76,7 @@ def test_signatures(trainer_class):
 
 @both
 def test_order_of_one_step(trainer_class, tmp_path):
-    # GRPO in one micro-batch scores the policy only in the loss; RLOO scores it at generation too.
+    # With one micro-batch, GRPO scores the policy only in the loss; RLOO also scores it at generation.
     _, calls = spy(trainer_class, tmp_path, beta=0.0, max_steps=1)
     at_generation = [] if trainer_class is GRPOTrainer else ["score"]
     assert calls == ["generate", *at_generation, "rewards", "generated", "loss", "score"]
@@ -99,7 +99,7 @@ def test_policy_is_scored_before_the_reference(trainer_class, tmp_path):
 
 @both
 def test_a_reference_object_in_the_place_of_ref_model_is_asked(trainer_class, tmp_path):
-    # TRL gives `self.ref_model`, whatever it is, to its log-prob method, and uses what that returns.
+    # TRL passes `self.ref_model`, whatever it is, to its log-prob method, and uses the result.
     class Reference:
         pass
 
@@ -122,7 +122,7 @@ def test_a_reference_object_in_the_place_of_ref_model_is_asked(trainer_class, tm
     if trainer_class is GRPOTrainer:
         assert trainer._buffered_inputs[0]["ref_per_token_logps"].abs().sum() == 0
     else:
-        # RLOO subtracts beta times the summed log-ratio; against 0 that is the policy's own log-prob, which is logged.
+        # RLOO logs the summed log-ratio. Against zeros it is the policy's own log-prob, which is negative.
         assert all(entry["kl"] < 0 for entry in trainer.state.log_history[:-1])
 
 
@@ -130,7 +130,7 @@ def test_a_reference_object_in_the_place_of_ref_model_is_asked(trainer_class, tm
 def test_log_prob_method(trainer_class, tmp_path):
     trainer, _ = spy(trainer_class, tmp_path, beta=0.0, max_steps=1)
     model, args, kwargs, output = next(content for name, content in trainer.calls if name == "score")
-    # Tokens, attention mask and the number of completion tokens come by position; the rest may come by name.
+    # Tokens, attention mask and number of completion tokens are positional; the rest may be keywords.
     ids, mask, keep = args[:3]
     assert ids.shape == mask.shape and isinstance(keep, int) and keep < ids.size(1)
     assert len(output) == 3 and output[0].shape == (ids.size(0), keep)
@@ -141,7 +141,7 @@ def test_log_prob_method(trainer_class, tmp_path):
     expected = torch.log_softmax(logits, dim=-1).gather(2, ids[:, -keep:].unsqueeze(2)).squeeze(2)
     counts = mask[:, -keep:].bool()
     torch.testing.assert_close(chunked[0][counts], expected[counts], atol=1e-5, rtol=0)
-    # Positions that do not count hold 0, and so cannot spoil a masked sum.
+    # Masked positions hold 0, and so cannot spoil a masked sum.
     assert (chunked[0][~counts] == 0).all()
 
 
@@ -182,12 +182,12 @@ def test_third_result_of_generate_is_the_tool_mask(tmp_path):
     output = trainer._generate(prompts)
     assert output[2] == [[0] + [1] * (len(ids) - 1) for ids in output[1]]
     batch = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in prompts])
-    # Padded with 1, so that it has to be multiplied with the completion mask.
+    # Padded with 1, so it must be multiplied by the completion mask.
     assert (batch["tool_mask"][:, 0] == 0).all() and (batch["tool_mask"][:, 1:] == 1).all()
 
 
 def test_grpo_reads_the_advantages_after_its_forward(tmp_path):
-    # Ours replaces them, with (B, T) ones, while TRL's loss runs.
+    # Our trainer replaces them with (B, T) advantages while TRL's loss runs.
     class Late(GRPOTrainer):
         def _compute_loss(self, model, inputs):
             self.inputs = inputs
@@ -199,7 +199,7 @@ def test_grpo_reads_the_advantages_after_its_forward(tmp_path):
             return output
 
     trainer = train(Late, tmp_path, max_steps=2, loss_type="grpo")
-    # On policy the loss is minus the advantage.
+    # On policy, the loss is minus the advantage.
     assert [entry["loss"] for entry in trainer.state.log_history[:-1]] == pytest.approx([-3.0, -3.0])
 
 
@@ -213,7 +213,7 @@ def test_attributes(trainer_class, tmp_path):
     names = ("reward_funcs", "reward_func_names", "reward_processing_classes", "reward_weights")
     assert all(len(getattr(trainer, name)) == 1 for name in names)
     assert isinstance(trainer.reward_weights, torch.Tensor)
-    # Both modes are there from the start, and a name that is new makes its own list.
+    # Both modes exist from the start, and a new name creates its own list.
     for mode in ("train", "eval"):
         trainer._metrics[mode]["something/new"].append(1.0)
     assert trainer._metrics["train"]["something/new"] == [1.0]
@@ -271,7 +271,7 @@ def test_configs():
 
 
 def test_adapter_subfolders_make_the_host_lose_the_trained_adapter(tmp_path):
-    # Why checkpoints of ours hold one adapter. When this fails, the host was repaired, and our remedy may go.
+    # Why our checkpoints hold only one adapter. If this fails, transformers was fixed, and our workaround can go.
     trainer = build_trainer(GRPOTrainer, tmp_path / "run", extras={"peft_config": lora()})
     policy = trainer.model
     assert isinstance(policy, PeftModel)

@@ -1,4 +1,4 @@
-"""The code of TRL and transformers that this package overrides or depends on is the code that we have read."""
+"""The code of TRL and transformers that this package overrides or relies on is the code that we have read."""
 
 import importlib.metadata
 import importlib.util
@@ -25,20 +25,20 @@ DEFINITIONS = {definition.key: definition for definition in upstream.definitions
 
 
 def read_versions(package: str) -> list[str]:
-    """The versions of a package that are recorded, in order."""
+    """The recorded versions of a package, in order."""
     return list({version: None for key, versions in RECORD.items() if key.startswith(package) for version in versions})
 
 
 def explain(definition, version: str) -> str:
-    """Say which definition changed, why that matters, and how to look at it."""
+    """Say which definition changed, why that matters, and how to see the change."""
     package, known = definition.package, read_versions(definition.package)
     reason = upstream.RELIED_ON.get(definition.key)
     reason = "We override it" if reason is None else f"It {reason}"
     old = version if version in known else known[-1]
     return (
-        f"{definition.key.replace(':', '.')} of {package} {version} is not what was read. {reason}. `python .ci/upstream.py "
-        f"--package {package} --old {old} --new installed` shows the difference. Once our code fits it, record it with "
-        "`python .ci/upstream.py --write`."
+        f"{definition.key.replace(':', '.')} of {package} {version} is not the code that was read. {reason}. `python "
+        f".ci/upstream.py --package {package} --old {old} --new installed` shows the difference. Once our code fits, "
+        "record it with `python .ci/upstream.py --write`."
     )
 
 
@@ -46,7 +46,7 @@ def installed(definition) -> str | None:
     return upstream.fingerprint(definition.source(upstream.installed_folder(definition.package)))
 
 
-# A definition that no recorded version has, and that the installed version has not either, is nothing to check.
+# A definition that is neither in the record nor in the installed version cannot be checked.
 KNOWN = [key for key, definition in DEFINITIONS.items() if key in RECORD or installed(definition) is not None]
 
 
@@ -58,7 +58,7 @@ def test_code_is_the_one_that_was_read(key):
     if version in read_versions(definition.package):
         assert installed(definition) == recorded.get(version), explain(definition, version)
     else:
-        # A version that nobody has read may still have code that somebody has.
+        # An unread version may still contain code that was read in another version.
         assert installed(definition) in recorded.values(), explain(definition, version)
 
 
@@ -116,7 +116,7 @@ def test_fingerprint_sees_every_change(old, new):
 
 
 def package(folder: Path, body: str) -> Path:
-    """A TRL with one trainer, whose loss has that body."""
+    """Write a TRL with one trainer, whose loss returns `body`."""
     file = folder / "trl" / "trainer" / "grpo_trainer.py"
     file.parent.mkdir(parents=True)
     file.write_text(f"class GRPOTrainer:\n    def _compute_loss(self, model, inputs):\n        return {body}\n")
@@ -134,7 +134,7 @@ def test_differences_name_the_method_and_show_the_lines(tmp_path):
 
 
 def test_a_method_that_a_host_begins_to_define_is_seen():
-    # RLOO has none of its own in the versions that were read, and inherits that of transformers.
+    # In the versions that were read, RLOO inherits this method from transformers.
     key = "trl.trainer.rloo_trainer:RLOOTrainer._load_optimizer_and_scheduler"
     assert key in DEFINITIONS and key not in RECORD
 
@@ -142,5 +142,5 @@ def test_a_method_that_a_host_begins_to_define_is_seen():
 def test_message_says_how_to_look():
     key = "trl.trainer.grpo_trainer:GRPOTrainer._prepare_inputs"
     message = explain(DEFINITIONS[key], "99.0")
-    assert message.startswith("trl.trainer.grpo_trainer.GRPOTrainer._prepare_inputs of trl 99.0 is not what was read.")
+    assert message.startswith("trl.trainer.grpo_trainer.GRPOTrainer._prepare_inputs of trl 99.0 ")
     assert f"--package trl --old {read_versions('trl')[-1]} --new installed" in message and "`_step`" in message

@@ -1,4 +1,4 @@
-"""The wheel works where the source tree is not: installed, imported, trained with, and seen by a type checker."""
+"""The wheel works without the source tree: it installs, imports, trains, and has types for a type checker."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ from trl_klx import KLController, KLXCallback, KLXGRPOConfig, estimate_kl, get_k
 controller = get_kl_controller("pid", init_coef=0.05, target=6.0)
 assert_type(controller, KLController)
 assert_type(controller.update(kl=5.0, n_steps=8), float)
-assert_type(KLXGRPOConfig("out").kl_penalty_coef, float)
+assert_type(KLXGRPOConfig("out").kl_penalty_coef, float | None)
 assert_type(KLXGRPOConfig("out").kl_target, float | None)
 get_kl_controller("pid", init_coef="much")  # type: ignore[arg-type]
 controller.updat(5.0, 8)  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ estimate_kl(1.0, 2.0, 3)  # type: ignore[arg-type]
 KLXCallback()  # type: ignore[call-arg]
 """
 
-# Their types are of no concern here, and torch alone takes a minute to check.
+# The types of these packages do not matter here, and torch alone takes a minute to check.
 MYPY = """
 [mypy]
 strict = True
@@ -64,7 +64,7 @@ SKIPPED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "sa
 
 
 def run(*command, **kwargs) -> str:
-    # Neither the tests' own path nor an overlay of other versions reaches the new environment.
+    # Keep the tests' own path and overlays of other versions out of the new environment.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     result = subprocess.run(
         [str(part) for part in command], env=environment, capture_output=True, text=True, timeout=300, **kwargs
@@ -75,9 +75,9 @@ def run(*command, **kwargs) -> str:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """A new virtual environment with the wheel, which borrows the dependencies of the present one."""
+    """A new virtual environment with the wheel, which uses the dependencies of the current one."""
     folder = tmp_path_factory.mktemp("wheel")
-    # Built from a copy: setuptools writes beside the source.
+    # Built from a copy, because setuptools writes next to the source.
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(SOURCE / "trl_klx", folder / "source" / "trl_klx", ignore=ignore)
     for name in ("pyproject.toml", "README.md"):
@@ -90,14 +90,13 @@ def environment(tmp_path_factory):
     python = folder / "venv" / "bin" / "python"
     run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel)
     own = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    # A folder that is added in this way does not get its own `.pth` files read, such as that of an editable install.
+    # Python ignores `.pth` files in a folder added this way, such as that of an editable install.
     Path(own, "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     return python
 
 
 def test_it_trains_outside_the_source_tree(environment, tmp_path):
-    for name in ("support.tiny.py", "support.oracle.py"):
-        shutil.copy(TESTS / name, tmp_path)
+    shutil.copytree(TESTS / "support", tmp_path / "support", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "smoke.py").write_text(SMOKE)
     assert run(environment, "smoke.py", "out", cwd=tmp_path).endswith("trained\n")
 
@@ -117,6 +116,6 @@ def test_a_type_checker_sees_the_types(environment, tmp_path):
 
 def test_the_citation_names_this_version_and_licence(environment):
     citation = yaml.safe_load((SOURCE / "CITATION.cff").read_text())
-    ask = "from importlib.metadata import metadata; m = metadata('trl-klx'); print(m['Version'], m['License-Expression'])"
+    ask = "import importlib.metadata as m; d = m.metadata('trl-klx'); print(d['Version'], d['License-Expression'])"
     assert run(environment, "-c", ask).split() == [citation["version"], citation["license"]]
     assert f"## [{citation['version']}]" in (SOURCE / "CHANGELOG.md").read_text()

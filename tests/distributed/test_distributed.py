@@ -1,4 +1,4 @@
-"""Micro-batches and processes do not matter: the same generation batch gives the same numbers however it is cut."""
+"""Micro-batches and processes do not matter: the same generation batch gives the same numbers however it is split."""
 
 import json
 
@@ -30,7 +30,7 @@ def advantages(*results: dict) -> list:
 
 
 def check(one: dict, *others: dict) -> None:
-    """The results of all processes together are those of one process with one micro-batch."""
+    """The combined results of all processes match those of one process with one micro-batch."""
     expected, found = advantages(one), advantages(*others)
     assert [key for key, _ in found] == [key for key, _ in expected] and len(expected) == 24
     for (key, values), (_, reference) in zip(found, expected, strict=True):
@@ -39,7 +39,7 @@ def check(one: dict, *others: dict) -> None:
         for name in ("kl", "k1", "coef", "adjustment"):
             assert other[name] == pytest.approx(one[name], abs=1e-5), name
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-    # There was something to get wrong.
+    # The check is not vacuous.
     assert min(one["kl"]) > 1e-2 and len(set(one["coef"])) == 4
 
 

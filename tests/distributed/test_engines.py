@@ -1,4 +1,4 @@
-"""The same training on every engine: coefficient, KL, gradients and saved policy are those of one process."""
+"""The same training on every engine: coefficient, KL, gradients and saved policy match those of one process."""
 
 import importlib.util
 import json
@@ -35,13 +35,13 @@ def by_accelerate(recipe: str, *flags: str) -> list[str]:
 
 
 def cases(*kept: str) -> list[str]:
-    """The cases whose names hold one of these words."""
+    """The cases whose names contain one of these words."""
     return [name for name in CASES if set(name.split("-")) & set(kept)]
 
 
 @dataclass
 class Engine:
-    """How it is launched (`None`: as a script), what it must turn out to be, and which cases run on it."""
+    """How an engine is launched (`None`: as a script), what accelerate must report, and which cases run on it."""
 
     launch: list[str] | None
     distributed_type: str
@@ -73,7 +73,7 @@ ENGINES = {
     "fsdp2": Engine(by_accelerate("fsdp2.yaml"), "FSDP", some(list(CASES)), sharded=True),
     "zero2": Engine(by_accelerate("zero2.yaml", "--mixed_precision", "no"), "DEEPSPEED", some(cases("lag", "frozen"))),
     "zero3": Engine(TORCHRUN, "DEEPSPEED", some([name for name in CASES if "sync" not in name]), sharded=True),
-    # Weights that are smaller than a threshold are partitioned but kept joined, as the recipe leaves it.
+    # Weights below a threshold are partitioned but kept gathered, as in the recipe.
     "zero3-accelerate": Engine(
         by_accelerate("zero3.yaml", "--mixed_precision", "no"), "DEEPSPEED", cases("sync"), sharded=True
     ),
@@ -85,7 +85,7 @@ PAIRS = [
     for engine in ENGINES
     for case in ENGINES[engine].cases
 ]
-# Nothing but the recipe's threshold differs between them, and every weight must be partitioned to show that it works.
+# The recipe's settings with a threshold of 0, so that every weight is partitioned.
 ZERO3 = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -118,7 +118,7 @@ class Runs:
             began = time.perf_counter()
             result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
             self.seconds[engine] = time.perf_counter() - began
-            # What went wrong comes before what the launcher says of it.
+            # The actual error comes before the launcher's report of it.
             assert result.returncode == 0, result.stderr[-8000:]
             files = sorted(output.glob("rank*.json"))
             self.reports[engine] = [json.loads(file.read_text()) for file in files]
@@ -137,7 +137,7 @@ def runs(tmp_path_factory):
 
 
 def difference(runs: Runs, engine: str, name: str) -> float:
-    """The largest difference of KL and coefficient to one process."""
+    """The largest difference of KL and coefficient from those of one process."""
     expected = runs("one")[0]["cases"][name]["series"]
     pairs = [pair for report in runs(engine) for pair in zip(report["cases"][name]["series"], expected, strict=True)]
     keys = ("klx/kl", "klx/coef")
@@ -145,7 +145,7 @@ def difference(runs: Runs, engine: str, name: str) -> float:
 
 
 def check_series(found: list[dict], expected: list[dict], joint_norm: bool = False) -> None:
-    """With `joint_norm` the engine logs the norm of policy and value function together, which is not the smaller one."""
+    """Compare two runs. With `joint_norm`, the found norm includes the value function, so it may be larger."""
     assert len(found) == len(expected) == 4
     for entry, reference in zip(found, expected, strict=True):
         assert entry.keys() == reference.keys()
@@ -189,7 +189,7 @@ def test_same_as_one_process(engine, case, runs):
         assert result["sharded"] == ENGINES[engine].sharded
         joint_norm = engine.startswith("zero") and case.startswith("ppo")
         check_series(result["series"], expected["series"], joint_norm)
-    # There was something to get wrong: the policy moved away from the reference, and the coefficient followed.
+    # The check is not vacuous: the policy moved away from the reference, and the coefficient followed.
     assert max(entry["klx/kl"] for entry in expected["series"]) > 1e-3
     assert len({entry["klx/coef"] for entry in expected["series"]}) == 4
     start = load_policy(runs, case, runs.folder / ("policy_adapter" if "-lora-" in case else "base"))

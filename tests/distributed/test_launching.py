@@ -1,4 +1,4 @@
-"""A launch that is not what was asked for is spoken of; one that is, is not. And the launch files are accelerate's."""
+"""A launch is reported only if it differs from the requested one, and accelerate accepts the launch files."""
 
 import json
 import os
@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes" / "accelerate"
 SCRIPT = Path(__file__).parents[1] / "scripts" / "engine_launch.py"
 LAUNCH = "accelerate.commands.launch"
-# What a launcher leaves in the environment of the process that launches another one here.
+# Environment variables that an outer launcher leaves in the process that launches another one here.
 LEFT_BEHIND = re.compile(r"ACCELERATE_|FSDP_|MASTER_|WORLD_SIZE|RANK|LOCAL_|TORCHELASTIC_|GROUP_|ROLE_")
 
 
 def launch(folder: Path, module: str | None, *flags: str, use_cpu: bool = True) -> list[dict]:
-    """What each process said that a launcher started."""
+    """The reports of all processes that a launcher started."""
     command = [sys.executable, *(["-m", module] if module else []), *flags, str(SCRIPT), str(folder)]
     environment = {name: value for name, value in os.environ.items() if not LEFT_BEHIND.match(name)}
     result = subprocess.run(
@@ -38,7 +38,7 @@ def launch(folder: Path, module: str | None, *flags: str, use_cpu: bool = True) 
     assert result.returncode == 0, result.stderr[-3000:]
     reports = [json.loads(file.read_text()) for file in sorted(folder.glob("process*.json"))]
     for report in reports:
-        # Said as a warning, and in the log.
+        # Reported as a warning and in the log.
         assert len(report["warnings"]) == len(report["faults"])
         for fault, warning in zip(report["faults"], report["warnings"], strict=True):
             assert fault in warning and fault in result.stderr
@@ -46,12 +46,12 @@ def launch(folder: Path, module: str | None, *flags: str, use_cpu: bool = True) 
 
 
 def launched(test):
-    """Marks of a test that starts processes of its own."""
+    """Marks of a test that starts processes."""
     return pytest.mark.engines(pytest.mark.slow(pytest.mark.xdist_group("engines")(test)))
 
 
 def write_config(folder: Path, **settings) -> str:
-    """A launch file of accelerate's with a free port."""
+    """A launch file for accelerate with a free port."""
     defaults = {
         "num_machines": 1,
         "num_processes": 2,
@@ -118,7 +118,7 @@ def test_worlds_of_one(tmp_path):
 def test_sharding_that_was_asked_for_and_not_got(tmp_path):
     reports = launch(tmp_path, LAUNCH, "--config_file", str(RECIPES / "fsdp2.yaml"))
     assert [report["distributed_type"] for report in reports] == ["MULTI_CPU", "MULTI_CPU"]
-    # In a group of processes, the log is the main one's.
+    # In a group of processes, only the main process logs.
     for report in reports:
         assert "FSDP was asked for" in report["faults"][0] and "recipes/accelerate/fsdp2.yaml" in report["faults"][0]
 
@@ -134,7 +134,7 @@ def test_sharding_that_was_asked_for_and_not_got(tmp_path):
         ({"WORLD_SIZE": "8"}, 4, "MULTI_GPU", "8 processes were launched"),
         ({"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}, 2, "MULTI_CPU", "DeepSpeed was asked for"),
         ({"ACCELERATE_USE_FSDP": "True"}, 1, "NO", "FSDP was asked for"),
-        # A cluster's own variables do not make a fault of a run that no launcher of accelerate started.
+        # A cluster's own variables are no reason to complain about a run that accelerate did not launch.
         ({"MASTER_PORT": "29500", "MASTER_ADDR": "node1"}, 1, "NO", None),
         ({"MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "False"}, 1, "NO", "asked for several processes"),
     ],
@@ -148,7 +148,7 @@ def test_faults(environment, num_processes, kind, expected):
 
 
 def test_trainers_look(tmp_path, monkeypatch):
-    # What `accelerate launch --cpu --num_processes 2` leaves in the environment.
+    # The environment of `accelerate launch --cpu --num_processes 2`.
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     monkeypatch.setenv("MASTER_PORT", "29500")

@@ -1,4 +1,4 @@
-"""Callback and completion table in a process group of two."""
+"""The callback and the completion table in a group of two processes."""
 
 import json
 

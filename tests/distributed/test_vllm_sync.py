@@ -1,4 +1,4 @@
-"""What TRL sends vLLM: the policy, and nothing of the reference or of the value function."""
+"""TRL sends vLLM the policy, and nothing of the reference or the value function."""
 
 import types
 
@@ -12,7 +12,7 @@ from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 
 
 def generation_of(trainer) -> tuple[VLLMGeneration, dict[str, torch.Tensor]]:
-    """TRL's own sender, without a vLLM at the other end: what it would send is kept."""
+    """TRL's own sender without a vLLM engine. It keeps what it would send."""
     sent: dict[str, torch.Tensor] = {}
 
     class Model:
@@ -61,7 +61,7 @@ def test_reference_is_not_sent(trainer_class, tmp_path):
     torch.testing.assert_close(
         sent["lm_head.weight"], before["base_model.model.lm_head.modules_to_save.default.weight"]
     )
-    # The policy is as it was, reference and all.
+    # The policy is unchanged, including its reference.
     after = policy.state_dict()
     assert list(after) == list(before)
     for name, weight in before.items():
@@ -73,5 +73,5 @@ def test_without_that_it_would_be_sent(tmp_path):
     trainer = build_trainer(KLXGRPOTrainer, tmp_path, model=policy, kl_penalty_coef=0.1, kl_penalty_reference_step=0)
     generation, sent = generation_of(trainer)
     generation.sync_weights()
-    # Should TRL leave it out of its own accord one day, `keep_from_vllm` can go.
+    # If TRL leaves it out by itself one day, `keep_from_vllm` can be removed.
     assert [name for name in sent if "klx_ref" in name] == ["lm_head.modules_to_save.klx_ref.weight"]

@@ -1,4 +1,4 @@
-"""Every example of README and docs is run, every link and name in them leads somewhere, and the site builds."""
+"""Every example in README and docs runs, every link and name in them resolves, and the site builds."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ from trl_klx.trainers.config import KLXConfigMixin
 
 RUN = {"python", "bash", "diff"}
 SITE = ROOT / ".mkdocs.yml"
-# What the model of the examples has in common with that of the other tests.
+# Fields that the model of the examples shares with that of the other tests.
 SIZES = {
     "vocab_size",
     "hidden_size",
@@ -38,7 +38,7 @@ SIZES = {
     "bos_token_id",
     "initializer_range",
 }
-# Names of other packages, of arguments and of metrics, beside our fields.
+# Names of other packages, of arguments and of metrics, which are not our fields.
 OTHER_NAMES = {
     "kl_key",
     "kl_penalty_step_lag",
@@ -49,7 +49,7 @@ OTHER_NAMES = {
 
 
 def load(path: Path):
-    """A script of the docs as a module."""
+    """Load a script of the docs as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -61,8 +61,8 @@ def load(path: Path):
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
-    """A working directory with what the examples name: a model, prompts and the log of an earlier run."""
-    # Of an architecture whose tokenizer can be loaded by the folder's name as it was saved.
+    """A working directory with the files that the examples use: a model, prompts and the log of an earlier run."""
+    # A Llama, because its tokenizer can be loaded from the folder as it was saved.
     config = LlamaConfig(**{key: value for key, value in build_model().config.to_dict().items() if key in SIZES})
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -88,7 +88,7 @@ def desk(tmp_path, monkeypatch):
     ids=lambda page: page.stem,
 )
 def test_examples_run(page, desk, monkeypatch, capsys):
-    # Changes are shown for a script that has these already.
+    # Diffs assume a script that already has these names.
     given = {
         "model": "tiny-model",
         "dataset": Dataset.from_dict({"prompt": [f"w{index}" for index in range(16)]}),
@@ -103,7 +103,7 @@ def test_examples_run(page, desk, monkeypatch, capsys):
 
 
 def test_guides_have_examples():
-    without = {"changelog", "costs", "from_trl_ppo", "reliability"}  # no guides, or tested in test_ppo_migration.py
+    without = {"changelog", "costs", "from_trl_ppo", "reliability"}  # not guides, or tested in test_ppo_migration.py
     for page in DOCS.glob("*.md"):
         if page.stem not in without:
             assert any(block.language == "python" and not block.excuse for block in blocks(page)), page.name
@@ -113,7 +113,7 @@ def test_guides_have_examples():
 
 
 def slug(heading: str) -> str:
-    """The anchor of a heading, as Python-Markdown and GitHub make it."""
+    """The anchor of a heading in Python-Markdown and on GitHub."""
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower())
 
 
@@ -125,7 +125,7 @@ def test_links_resolve(page):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.is_file(), f"{page.name} links to {link}"
-        # On the site there is nothing beside the docs.
+        # The site contains only the docs.
         assert page.parent != DOCS or target.is_relative_to(DOCS), f"{page.name} links to {link}"
         if anchor:
             headings = re.findall(r"^#+ (.+)$", prose(target), re.MULTILINE)
@@ -179,7 +179,7 @@ def test_picture_of_the_controllers_shows_what_the_text_says():
     assert mean["fixed, 0.1"] > 4 and mean["adaptive, horizon 10000"] > 4
     assert max(late["adaptive, horizon 1000"]) > 4 > late["adaptive, horizon 1000"][-1]
     assert {1e-4, 10.0} <= set(runs["exponential"][1])
-    assert 0.9 < mean["pid"] < 1.1 and max(runs["pid"][0]) < 1.5 * draw.TARGET
+    assert 0.9 < mean["hold"] < 1.1 and max(runs["hold"][0]) < 1.5 * draw.TARGET
 
 
 # ---- Site ----
@@ -207,7 +207,7 @@ def test_site_builds(tmp_path):
     index = json.loads((tmp_path / "search" / "search_index.json").read_text())
     for page in DOCS.glob("*.md"):
         html = (tmp_path / f"{page.stem}.html").read_text()
-        # Whatever the page needs lies beside it.
+        # The page loads nothing from other servers.
         assert not re.search(
             r'<(?:script|img)[^>]+src="(?:https?:)?//|<link[^>]+stylesheet[^>]+href="(?:https?:)?//', html
         )

@@ -1,4 +1,4 @@
-"""The benchmarks' summaries, verdicts and tables, on records made by hand; what they measure is theirs to run."""
+"""The benchmarks' summaries, verdicts and tables, on records made by hand. No benchmark is run."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def test_summary_of_a_controller():
     assert one["rms_error"] == pytest.approx((0.25**2 / 2) ** 0.5 / 2)
     assert one["rms_error_worst"] == pytest.approx((0.25**2 / 2) ** 0.5)
     assert one["peak"] == pytest.approx((1.5 + 1.25) / 2) and one["peak_worst"] == 1.5
-    # Four batches are fewer than a window: neither has settled, and each counts with its length.
+    # Four batches are fewer than a window: neither run has settled, so each counts with its length.
     assert (one["settled_at"], one["never_settled"], one["seeds"], one["batches"]) == (4, 2, 2, 4)
     assert one["kl"] == pytest.approx((4.5 + 4.0) / 2) and one["coef"] == pytest.approx(0.2)
 
@@ -52,7 +52,7 @@ def test_frontier_is_straight_in_the_root_of_the_kl():
 def test_verdict_says_yes_and_no():
     lines = controllers.verdict(summaries())
     assert [line[:3] for line in lines] == ["yes", "yes", "yes", "yes", "yes", "yes"], lines
-    # As good in reward as nothing at that KL, a peak of twice the target, and never settled.
+    # A low reward for its KL, a peak of twice the target, and never settled.
     bad = controllers.verdict(summaries(pid=[record([8.0] * 20, reward=0.1, perplexity=9.0)]))
     assert [line[:3] for line in bad] == ["NO ", "NO ", "NO ", "NO ", "NO ", "NO "], bad
 
@@ -94,7 +94,7 @@ def test_small_policy_learns_and_is_measured():
         measured.append(rollout.measured.kl)
         exact.append(rollout.exact)
     assert exact[0] == pytest.approx(0.0, abs=1e-12) and exact[-1] > 10.0
-    # k3 is unbiased: over the run it measures what is there.
+    # k3 is unbiased: over the run its sum matches the exact KL.
     assert sum(measured[5:25]) == pytest.approx(sum(exact[5:25]), rel=0.2)
     for name, peak in (("hold", 1.5), ("pid", 1.4)):
         held = robustness.follow(name, 0, case)

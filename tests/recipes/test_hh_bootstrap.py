@@ -17,6 +17,9 @@ from hh_bootstrap import prepare_default
 from hh_measures import heldout_perplexity, score_texts
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def cache_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("hh") / "cache"
@@ -24,7 +27,7 @@ def cache_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def generator_states(cache_dir):
-    """Global generators before and after the run which trains."""
+    """State of the global generators before and after the run that trains."""
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
@@ -106,7 +109,7 @@ class TestPrepareDefault:
         assert list(tmp_path.iterdir()) == []
 
     def test_half_written_cache_is_not_used(self, tmp_path, assets, monkeypatch):
-        # A folder of the right name, but without the file which is written last
+        # A folder with the right name, but without the file that is written last
         half = tmp_path / assets.sft_path.parent.name
         (half / "sft").mkdir(parents=True)
         (half / "sft" / "config.json").write_text("{}")

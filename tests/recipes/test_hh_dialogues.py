@@ -146,7 +146,7 @@ class TestParseHHRow:
             {**PARSED, "prompt": PARSED["prompt"] + " ", "chosen": "Yes, green tea.", "rejected": "  No.\n"},
             {**PARSED, "prompt": PARSED["prompt"].removesuffix(ASSISTANT)},
             {**PARSED, "prompt": PARSED["prompt"].lstrip()},
-            {"prompt": PARSED["prompt"], **RAW},  # answers which repeat the prompt
+            {"prompt": PARSED["prompt"], **RAW},  # answers that repeat the prompt
             {"prompt": MESSAGES, "chosen": GOOD, "rejected": BAD},
             {"prompt": MESSAGES, "chosen": MESSAGES + GOOD, "rejected": MESSAGES + BAD},
         ],

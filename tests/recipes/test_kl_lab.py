@@ -1,4 +1,4 @@
-"""The recipes that make several runs: comparison of controllers and sweep of the coefficient, on tiny local models."""
+"""The recipes that make several runs, on tiny local models: comparing controllers and sweeping the coefficient."""
 
 import csv
 import json
@@ -13,6 +13,9 @@ import sweep_kl_coef
 from compare_controllers import Outcome, judge, parse_controller
 from support.hh_models import ON_CPU, RECIPES, dialogue, save_models
 from trl_klx import KLXGRPOConfig, KLXPPOConfig, KLXRLOOConfig
+
+
+pytestmark = pytest.mark.slow
 
 
 FAST = [
@@ -30,7 +33,7 @@ def count_vowels(completions, **kwargs) -> list[float]:
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory):
-    """Flags of a setup of one's own: local model, local prompts, reward as a function or as a model."""
+    """Flags of a user's setup: local model, local prompts, reward as a function or as a model."""
     folder = tmp_path_factory.mktemp("lab")
     save_models(folder)
     rows = [dialogue(index) for index in range(40)]
@@ -63,7 +66,7 @@ def test_comparison(setup, tmp_path, capsys):
     # 8 completions, a horizon of 100, a KL of 0: the limit of the relative error.
     assert adaptive["coef"][1] == pytest.approx(0.05 * (1 - 0.2 * 8 / 100))
 
-    # The same command makes no run again; another target makes all of them.
+    # The same command repeats no run; another target repeats all of them.
     stamps = [file.stat().st_mtime_ns for file in files]
     compare_controllers.main(line)
     assert [file.stat().st_mtime_ns for file in files] == stamps

@@ -1,4 +1,4 @@
-"""Every recipe parses; the HH recipe runs, on its default, on local files and directories, and refuses bad input."""
+"""Every recipe parses. The HH recipe runs on its default, on local files and directories, and refuses bad input."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import hh_report
 import ppo_hh
-from support.hh_models import ON_CPU, RECIPES, ROOT, dialogue, save_models
+from support.hh_models import ON_CPU, RECIPES, dialogue, save_models
 from support.tiny import WORDS, build_tokenizer
 
 
@@ -68,12 +68,14 @@ def run(models, dataset, output, *flags):
 
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("ppo_hh*.yaml")), ids=lambda path: path.name)
 def test_every_ppo_config_parses(path):
-    flags = [] if path.name == "ppo_hh.yaml" else ["--use_cpu", "--bf16=False"]
+    # The default recipe sets only a target; the others follow the published settings.
+    target_alone = path.name == "ppo_hh.yaml"
+    flags = [] if target_alone else ["--use_cpu", "--bf16=False"]
     script_args, training_args, model_args = ppo_hh.parse(["--config", str(path), *flags])
     content = yaml.safe_load(path.read_text())
     assert training_args.kl_target == content["kl_target"] == 6.0
-    assert training_args.kl_penalty_coef == content["kl_penalty_coef"] == (0.1 if path.name == "ppo_hh.yaml" else 0.05)
-    assert training_args.kl_controller_name == "adaptive"
+    assert training_args.kl_penalty_coef == content.get("kl_penalty_coef") == (None if target_alone else 0.05)
+    assert training_args.kl_controller_name == ("hold" if target_alone else "adaptive")
     assert model_args.model_name_or_path == content.get("model_name_or_path")
 
 
@@ -96,30 +98,14 @@ def test_published_settings_are_carried_over(size, batch, steps, learning_rate, 
     assert (args.cliprange, args.cliprange_value, args.cliprange_reward) == (0.2, 0.2, 10.0)
     assert (args.reward_scaling, args.num_layers_unfrozen, args.max_completion_length) == ("running", 2, 128)
     assert script_args.delta_reward
-    # A checkpoint falls between two rollouts, so that a resumed run goes on exactly as it was.
+    # Checkpoints fall between two rollouts, so that a resumed run continues exactly.
     assert args.save_steps % (epochs * rollouts // batch) == 0
-    header = path.read_text()
-    assert "# Sized for:" in header and f"--config recipes/{path.name}" in header
-
-
-@pytest.mark.parametrize("size", ["125m", "1b", "6b", "20b"])
-def test_what_the_published_recipes_say_of_their_horizon(size):
-    text = (RECIPES / f"ppo_hh_{size}.yaml").read_text()
-    content, (processes,) = yaml.safe_load(text), map(int, re.findall(r"--num_processes (\d+)", text))
-    of_one = content["per_device_train_batch_size"] * content["gradient_accumulation_steps"]
-    per_rollout = content["num_ppo_epochs"] * content["num_mini_batches"]
-    rollouts = round(content["max_steps"] / per_rollout)
-    # Ziegler's rule moves the coefficient by at most a fifth per horizon.
-    factor = (1 + 0.2 * of_one * processes / content["kl_horizon"]) ** rollouts
-    assert f"In these {rollouts} rollouts" in text and f"by a factor of {factor:.1f} at most" in text
-    # trlx counts a mini-batch per epoch, on one process.
-    speed = of_one * processes / (content["num_ppo_epochs"] * of_one // content["num_mini_batches"])
-    assert ("as fast as trlx's" in text) == (speed != 1)
-    assert speed == 1 or f"it is {'twice' if speed == 2 else f'{speed:.0f} times'} as fast as trlx's" in text
+    # The command in its header is the one for this file.
+    assert f"--config recipes/{path.name}" in path.read_text()
 
 
 def test_every_yaml_file_is_a_recipe_of_some_script():
-    # A config that no script's parser is tried on would rot unseen.
+    # A config that no test parses would rot unnoticed.
     known = {path.name for path in RECIPES.rglob("ppo_hh*.yaml")} | {
         path.name for path in (RECIPES / "accelerate").glob("*.yaml")
     }
@@ -190,7 +176,7 @@ def test_an_error_while_it_trains_keeps_its_traceback(monkeypatch):
 
 def test_tokenizer_of_a_partitioned_model(models):
     tokenizer = ppo_hh.load_tokenizer(str(models / "policy"))
-    # What ZeRO-3 leaves of a weight.
+    # A weight under ZeRO-3.
     weight = SimpleNamespace(shape=torch.Size([0]), ds_shape=torch.Size([len(tokenizer), 8]))
     model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=weight))
     ppo_hh.check_tokenizer(tokenizer, model, "policy")

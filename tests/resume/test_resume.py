@@ -338,7 +338,7 @@ def test_a_lost_moving_reference_is_refused(adapter, tmp_path):
 
 @pytest.mark.parametrize("fields", [{}, {"kl_penalty_reference_step": 0}], ids=["base", "step"])
 def test_a_new_adapter_need_not_start_from_the_same_noise(fields, tmp_path):
-    # Neither the user's model nor TRL 1.14 seeds its new adapter, so its initial weights are overwritten.
+    # Nobody seeds an adapter that the user adds, and TRL 1.14 seeds none. Resuming overwrites its initial weights.
     def build(seed):
         torch.manual_seed(seed)
         return build_trainer(

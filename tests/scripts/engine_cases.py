@@ -118,8 +118,8 @@ def reward(completion_ids, **kwargs) -> list[float]:
 
 def build_case(name: str, folder: Path, output: Path, processes: int, **overrides):
     """
-    The trainer of a case. Models are loaded after the config is built, as in users' scripts, because ZeRO-3 then shards
-    them while they load.
+    The trainer of a case. Models are loaded after the config is built, as in users' scripts, because ZeRO-3 then
+    shards them while they load.
     """
     kind, policy, reference, *special = name.split("-")
     trainer_class = TRAINERS[kind]

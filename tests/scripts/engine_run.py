@@ -1,6 +1,6 @@
 """
-Train cases of `engine_cases.py` one after another on the engine that launched this process. Each rank writes its results,
-and the policies are saved.
+Train cases of `engine_cases.py` one after another on the engine that launched this process. Each rank writes its
+results, and the policies are saved.
 
     python engine_run.py FOLDER OUTPUT ENGINE CASE...
 """

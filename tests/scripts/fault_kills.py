@@ -122,8 +122,8 @@ def kill(trainer: str, run: str, folder: Path, adapter: str, phase: str, step: i
 
 def came_too_late(folder: Path, phase: str, last: int) -> bool:
     """
-    Whether the run was over with its last checkpoint complete, or a kill meant for a moment outside a save hit the next
-    one. If resumed, a finished run would train one step too many, as any run of transformers does.
+    Whether the run was over with its last checkpoint complete, or a kill meant for a moment outside a save hit the
+    next one. If resumed, a finished run would train one step too many, as any run of transformers does.
     """
     newest = max(saved_steps(str(folder)), default=None)
     if newest is None:

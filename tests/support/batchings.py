@@ -36,7 +36,7 @@ def uneven_reward(completion_ids, **kwargs) -> list[float | None]:
 
 
 def run_case(case: dict, output_dir: str, micro_batches: int, processes: int) -> dict:
-    """Train for three steps. Returns the advantages that the loss saw, by prompt and completion, and the statistics."""
+    """Train for three steps. Returns the loss's advantages by prompt and completion, and the statistics."""
     fields = dict(case)
     grpo = fields.pop("algorithm") == "grpo"
     extras = {"rollout_func": scripted_rollout} if grpo else {}

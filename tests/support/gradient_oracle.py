@@ -3,8 +3,8 @@ A policy small enough to enumerate: every completion, its probability, and the e
 
 The policy is a Llama without layers, so the next token depends only on the last one, through a table of logits:
 `lm_head.weight`, the only weight that trains. Its probabilities are multiples of a quarter, so one batch can hold each
-completion exactly as often as the policy samples it. The loss of that batch is then the expected loss, and its gradient,
-which the real trainer computes, can be compared with the gradient of an objective in closed form.
+completion exactly as often as the policy samples it. The loss of that batch is then the expected loss, and its
+gradient, which the real trainer computes, can be compared with the gradient of an objective in closed form.
 """
 
 import math
@@ -111,8 +111,8 @@ def no_reward(completions, **kwargs) -> list[float]:
 
 def recorded_steps(trainer_class, output_dir, *, rewards=no_reward, extras=None, prepare=None, **fields) -> list[Step]:
     """
-    Train on populations and return every optimizer step. `extras` goes to the trainer, and `prepare` is called with the
-    trainer before it trains.
+    Train on populations and return every optimizer step. `extras` goes to the trainer, and `prepare` is called with
+    the trainer before it trains.
     """
     steps: list[Step] = []
 
@@ -266,9 +266,9 @@ class Exact:
 
     def charged_by_mean_ratio(self, centered_over: str, charge=k1) -> torch.Tensor:
         """
-        All tokens of a completion are charged alike, through the mean ratio of the completion: for its KL minus the mean
-        over completions, or for the mean KL of its tokens, with or without the mean over all tokens subtracted. The
-        mean matters off policy, where this ratio is biased.
+        All tokens of a completion are charged alike, through the mean ratio of the completion: for its KL minus the
+        mean over completions, or for the mean KL of its tokens, with or without the mean over all tokens subtracted.
+        The mean matters off policy, where this ratio is biased.
         """
         kl, length = (self.expected(f).item() for f in (lambda path: self._charge_of(path, charge), len))
 

@@ -17,8 +17,8 @@ ACCUMULATED = {"gradient_accumulation_steps": 2}
 
 def check_advantages(trainer, reference, estimator="k1", discount=0.0, coefs=None, apart=False) -> None:
     """
-    Every advantage that TRL's loss saw is TRL's own plus the centered adjustment, to 1e-5. With `apart`, TRL's advantages
-    are unchanged, and the adjustment is a separate term of the loss.
+    Every advantage that TRL's loss saw is TRL's own plus the centered adjustment, to 1e-5. With `apart`, TRL's
+    advantages are unchanged, and the adjustment is a separate term of the loss.
     """
     centering, temperature = trainer.args.kl_centering, trainer.args.temperature
     coefs = logged(trainer, "klx/coef") if coefs is None else coefs

@@ -1,4 +1,4 @@
-"""Every combination of trainer, placement, estimator and centering, and the gradient that each accepted one follows."""
+"""Every combination of trainer, placement, estimator and centering, and the gradient that the accepted ones follow."""
 
 import itertools
 from dataclasses import dataclass
@@ -96,8 +96,8 @@ AS_MEASURED, AS_IT_IS = "as measured at the rollout", "as it is then"
 
 
 def promised(case: Case, exact: Exact) -> Promise:
-    # By default TRL's GRPO loss is a mean over all tokens. RLOO's baseline leaves out the completion itself, which makes
-    # its advantages larger by ROWS / (ROWS - 1).
+    # By default TRL's GRPO loss is a mean over all tokens. RLOO's baseline leaves out the completion itself, which
+    # makes its advantages larger by ROWS / (ROWS - 1).
     factor = 1.0 if case.trainer == "RLOO" else ROWS / TOKENS
     if case.placement == "loss":
         return Promise(PART, AS_IT_IS, exact.token_kl(), factor)

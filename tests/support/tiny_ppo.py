@@ -256,8 +256,8 @@ def losses_by_hand(
     micro, rollout, advantages, returns, values, *, temperature, clip, value_clip
 ) -> tuple[float, float]:
     """
-    PPO's clipped policy loss, and half its clipped value loss in units of the returns, each summed over the tokens of a
-    micro-batch.
+    PPO's clipped policy loss, and half its clipped value loss in units of the returns, each summed over the tokens of
+    a micro-batch.
     """
     with torch.no_grad():
         logps = sampled_logps(micro["policy"], micro, temperature)

@@ -3,17 +3,18 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import trl
 from accelerate.utils import is_peft_model
+from packaging.version import Version
 from torch import nn
 from trl.trainer import utils as trl_utils
 
 
-if TYPE_CHECKING:
-    pass
-
+# Since 1.15 TRL gives models an LM head of its own, which computes log-probs in tiles.
+TRL_HAS_LM_HEAD = Version(trl.__version__) >= Version("1.15")
 # TRL's names for what projects hidden states to log-probs, and for how many words of the vocabulary it does at a time.
 _PROJECTION, _TILE_WIDTH = "_ChunkedLogProbFunction", "_CHUNKED_LOGPROB_CHUNK_SIZE"
 # What the projection returns after the log-probs, where its last argument asks for it.
@@ -21,8 +22,8 @@ _OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def _can_skip_lm_head() -> bool:
-    """Whether this TRL projects by that name, and as [`_NoProjection`] expects."""
-    if not hasattr(trl_utils, "add_fused_lm_head") or not hasattr(trl_utils, _PROJECTION):
+    """Whether this TRL projects as [`_NoProjection`] expects. Patch releases have changed it."""
+    if not TRL_HAS_LM_HEAD:
         return False
     *_, last = inspect.signature(getattr(trl_utils, _PROJECTION).forward).parameters.values()
     return last.name == "outputs" and last.default == _OPTIONAL_OUTPUTS
@@ -77,15 +78,13 @@ def has_dropout(model: nn.Module) -> bool:
 
 @contextmanager
 def _trl_with(name: str, value: object) -> Iterator[None]:
-    """Replace one of TRL's module-level names, if it has it."""
-    kept = getattr(trl_utils, name, None)
-    if kept is not None:
-        setattr(trl_utils, name, value)
+    """Replace one of TRL's module-level names."""
+    kept = getattr(trl_utils, name)
+    setattr(trl_utils, name, value)
     try:
         yield
     finally:
-        if kept is not None:
-            setattr(trl_utils, name, kept)
+        setattr(trl_utils, name, kept)
 
 
 def narrow_tiles(device: torch.device) -> AbstractContextManager[None]:
@@ -93,7 +92,7 @@ def narrow_tiles(device: torch.device) -> AbstractContextManager[None]:
     Let TRL's LM head work on narrower tiles of logits. TRL's tiles, of up to 4096 tokens and 32768 words, suit its
     kernel for GPUs. On a CPU, half a dozen tensors of that size are most of the memory of a step, and fit no cache.
     """
-    return _trl_with(_TILE_WIDTH, 512) if device.type == "cpu" else nullcontext()
+    return _trl_with(_TILE_WIDTH, 512) if device.type == "cpu" and TRL_HAS_LM_HEAD else nullcontext()
 
 
 class _NoProjection:

@@ -166,7 +166,6 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
         metadata={
             "help": "Where the penalty acts: 'reward' (per-token reward of -coef * KL), 'advantage' (zero-mean "
             "adjustment of per-token advantages) or 'loss' (a KL term in the loss).",
-            "choices": ["advantage", "reward", "loss"],
         },
     )
 

@@ -252,7 +252,8 @@ class KLXCallback(TrainerCallback):
     def _restore(self, saved: dict[str, Any] | None) -> None:
         if saved is None:
             warnings.warn(
-                f"The checkpoint holds no state of a `KLXCallback`. The coefficient starts from {self.controller.value}.",
+                "The checkpoint holds no state of a `KLXCallback`. The coefficient starts from "
+                f"{self.controller.value}.",
                 stacklevel=2,
             )
             return

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from ..control.placements import Placement, get_placement
 from ..controllers.base import KLController
 from ..controllers.registry import get_kl_controller, get_kl_controller_class, list_kl_controllers
-from ..maths.estimators import KL_ESTIMATORS, KL_UNITS
-from .field_rules import KL_CENTERINGS, KL_PLACEMENTS, KL_STATISTICS
+from ..maths.estimators import KL_UNITS
+from .field_rules import KL_CENTERINGS, KL_STATISTICS
 
 
 def _kl_field(default: Any, help: str, choices: Iterable[str] = ()) -> Any:
@@ -129,14 +129,13 @@ class KLFields:
     kl_placement: str = _kl_field(
         "advantage",
         "Where the penalty acts: 'advantage' (zero-mean adjustment of per-token advantages), 'reward' (the KL is "
-        "subtracted from the reward: a sequence's, or in PPO each token's) or 'loss' (a KL term in the loss).",
-        KL_PLACEMENTS,
+        "subtracted from the reward: a sequence's, or in PPO each token's), 'loss' (a KL term in the loss), or one of "
+        "your own.",
     )
     kl_estimator: str | None = _kl_field(
         None,
         "Per-token estimator that is penalised: 'k1' or 'importance', and with `kl_placement='loss'` 'k3', 'k2' or "
-        "'full'. If unset, the first of them.",
-        KL_ESTIMATORS,
+        "'full', or one of your own. If unset, the first that the placement can penalise.",
     )
     kl_centering: str | None = _kl_field(
         None,

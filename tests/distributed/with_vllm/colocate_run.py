@@ -1,6 +1,6 @@
 """
-Train one case with vLLM as the sampler, in the process of the trainer, and write what vLLM was sent and what it made of
-it. A process can hold one such vLLM.
+Train one case with vLLM as the sampler in the trainer's process, and write what vLLM received and what it returned. A
+process can hold only one such engine.
 
     python colocate_run.py CASE FOLDER
 """
@@ -32,8 +32,8 @@ TRAINERS = {"grpo": KLXGRPOTrainer, "rloo": KLXRLOOTrainer, "ppo": KLXPPOTrainer
 
 
 def prepare(name: str, folder: Path) -> None:
-    """Save what the case starts from: vLLM reads the model from where the trainer's was loaded."""
-    # The smallest head that vLLM's attention on CPUs knows is one of 32.
+    """Save the inputs of the case. vLLM loads the model from the same path as the trainer."""
+    # The smallest head size of vLLM's CPU attention is 32.
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     build_model(**sizes).save_pretrained(folder / "base")
     build_tokenizer().save_pretrained(folder / "base")
@@ -77,7 +77,7 @@ def build(name: str, folder: Path):
     )
 
 
-# ---- The policy and the reference as plain models, and what they say of vLLM's completions ----
+# ---- Policy and reference as plain models, and their log-probs of vLLM's completions ----
 
 
 def plain_policy(trainer):
@@ -103,7 +103,7 @@ def logps_of(model, prompt: list[int], completion: list[int], temperature: float
 
 
 class Watch:
-    """Sees what TRL hands to vLLM and what it gets back, and changes nothing of it."""
+    """Records what TRL sends to vLLM and what it gets back, without changing it."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -135,7 +135,7 @@ class Watch:
             {
                 "policy": plain_policy(self.trainer),
                 "texts": list(zip(kwargs["prompts"], result[1], strict=True)),
-                # RLOO does not ask for them.
+                # RLOO does not request them.
                 "logps": result[2]
                 and torch.tensor([found[0] for row in result[2] for found in row], dtype=torch.float64),
             }
@@ -143,7 +143,7 @@ class Watch:
         return result
 
     def logps(self, texts: list[list[int]]) -> torch.Tensor:
-        """Log-probs that vLLM gives the tokens of these texts, all but the first of each."""
+        """vLLM's log-probs of the tokens of these texts, except the first of each."""
         sampling = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)
         prompts = [{"prompt_token_ids": text} for text in texts]
         outputs = self.llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
@@ -158,7 +158,7 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def weights_apart(model, plain) -> dict[str, float]:
-    """By vLLM's name, the largest difference of each of its weights to those of a plain model, in vLLM's precision."""
+    """Largest difference between each vLLM weight and a plain model's, in vLLM's precision, by vLLM's name."""
     state = plain.state_dict()
     differences = {}
     for name, weight in model.named_parameters():
@@ -170,7 +170,7 @@ def weights_apart(model, plain) -> dict[str, float]:
             if joined in name:
                 parts = [name.replace(joined, part) for part in single]
         expected = torch.cat([state[part] for part in parts]).to(weight.dtype).float()
-        # The vocabulary is filled up to a round number.
+        # vLLM pads the vocabulary to a round number.
         differences[name] = (weight.detach()[: len(expected)].float() - expected).abs().max().item()
     return differences
 
@@ -205,7 +205,7 @@ def main(name: str, folder: Path) -> dict:
         "logged_kl": logged(trainer, "klx/kl_k1"),
         # The same from plain models and vLLM's completions.
         "kl": kl,
-        # Of each rollout: how far vLLM's log-probs are from the policy's, and from the reference's.
+        # For each rollout, the distance of vLLM's log-probs from the policy's and from the reference's.
         "sampler": sampler,
         # The same at the end, after one more sync.
         "logps_apart": {
@@ -222,7 +222,7 @@ def main(name: str, folder: Path) -> dict:
 
 
 def unguarded(watch: Watch) -> list[str]:
-    """What TRL would send of its own accord, beside the policy."""
+    """What TRL alone would send besides the policy."""
     generation = watch.trainer.vllm_generation
     sent = [name for name, _ in VLLMGeneration._iter_named_params(generation)]
     return [name for name in sent if "klx" in name]

@@ -1,6 +1,6 @@
 """
-Training with a real vLLM in the trainer's process: it samples from the policy, is sent nothing else, and the KL is worked
-out from the trainer's own log-probs. `make test-vllm` builds the environment that this needs.
+Training with a real vLLM in the trainer's process: vLLM samples from the policy and receives nothing else, and the KL
+comes from the trainer's own log-probs. `make test-vllm` builds the environment for these tests.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parent / "colocate_run.py"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs each case once, in a process of its own, when it is first asked for."""
+    """Runs each case once, in its own process, when it is first needed."""
     done = {}
 
     def run(name: str) -> tuple[dict, Path]:
@@ -55,28 +55,28 @@ def test_kl_comes_from_the_trainers_log_probs(name, runs):
     assert (result["num_processes"], result["distributed_type"]) == (1, "NO")
     assert len(result["logged_kl"]) == len(result["kl"]) == STEPS
     assert result["logged_kl"] == pytest.approx(result["kl"], abs=1e-4)
-    # vLLM computes in half the precision: a KL from its log-probs would be another.
+    # vLLM computes in half precision, so a KL from its log-probs would differ.
     assert result["dtype"] == "torch.bfloat16"
-    assert len(result["sampler"]) == (0 if name.startswith("rloo") else STEPS)  # RLOO does not ask for its log-probs
+    assert len(result["sampler"]) == (0 if name.startswith("rloo") else STEPS)  # RLOO does not request its log-probs
     assert all(to_policy > 1e-3 for to_policy, _ in result["sampler"])
     if name in FROM_THE_START:
         assert result["logged_kl"][0] == pytest.approx(0.0, abs=1e-5)
     else:
         assert result["logged_kl"][0] > 0.1
-    # There was something to get wrong at the end.
+    # The check is not vacuous at the end.
     assert abs(result["logged_kl"][-1]) > 0.1
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_vllm_has_the_policy_and_not_the_reference(name, runs):
     result, _ = runs(name)
-    # Once before each rollout, and once more after training: every weight of the policy, and no other name.
+    # Before each rollout, and once after training: every weight of the policy, and nothing else.
     assert len(result["syncs"]) == STEPS + 1
     assert all(sorted(sent) == sorted(result["names"]) for sent in result["syncs"])
-    # The reference stayed what it was; TRL merges the policy's adapter into the shared weights and takes it out again.
+    # The reference is unchanged, although TRL merges the policy's adapter into the shared weights and unmerges it.
     assert result["logps_apart"]["reference_now"] == pytest.approx(result["logps_apart"]["reference"], abs=1e-5)
     assert result["weights_apart"]["reference_now"] == result["weights_apart"]["reference"]
-    # vLLM's weights are the policy's, to the rounding of bfloat16, and so are its log-probs.
+    # vLLM's weights and log-probs match the policy's within bfloat16 rounding.
     to_policy, to_reference = result["weights_apart"]["policy"], result["weights_apart"]["reference"]
     assert max(to_policy.values()) < 0.01 < 0.03 < max(to_reference.values())
     if "modules" in name:

@@ -1,4 +1,4 @@
-"""`KLXCallback` drives the coefficient of TRL's own trainers, each of them really trained."""
+"""`KLXCallback` drives the coefficient of TRL's own trainers, in real training runs."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ from trl_klx.trainers.callback import LOGGED_KLS, REFUSED_TRAINERS
 
 
 class Listening(KLController):
-    """Raises the coefficient by a tenth, and keeps what it was told."""
+    """Raises the coefficient by a tenth, and keeps its inputs."""
 
     def __init__(self, init_coef):
         super().__init__(init_coef)
@@ -42,23 +42,23 @@ class Listening(KLController):
 
 
 class RecordingGRPO(Recorder, GRPOTrainer):
-    """Keeps what the loss works with."""
+    """Keeps the inputs of the loss."""
 
 
 def build_trainer(trainer_class, folder, extras=None, **fields):
-    # With an adapter, whose reference is the base model: TRL loads that of a full model from the Hub.
+    # With an adapter, whose reference is the base model. For a full model, TRL would load the reference from the Hub.
     return tiny.build_trainer(trainer_class, folder, extras={"peft_config": lora()} | (extras or {}), **fields)
 
 
 def run(trainer, *args, resume=None, **kwargs):
-    """Add the callback in the one line that a user adds, and train."""
+    """Add the callback as a user would, in one line, and train."""
     trainer.add_callback(KLXCallback(trainer, *args, **kwargs))
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
 def replay(name, kls, n_steps, **settings):
-    """The coefficient applied at each log, by a controller that is given the logged KLs directly."""
+    """The coefficient at each log, from a controller that gets the logged KLs directly."""
     controller = get_kl_controller(name, **settings)
     values = []
     for kl in kls:
@@ -102,7 +102,7 @@ def gmpo(folder, trainer_class=None, **fields):
     )
 
 
-# What trainers set that learn from a dataset of completions.
+# Settings of trainers that learn from a dataset of completions.
 OFFLINE = {key: RUN[key] for key in ("use_cpu", "bf16", "report_to", "logging_steps", "save_strategy", "disable_tqdm")}
 
 
@@ -127,7 +127,7 @@ def test_grpo(tmp_path):
     coefs, kls = logged(trainer, "klx/coef"), logged(trainer, "kl")
     assert coefs == replay("pid", kls, 8, init_coef=0.05, target=0.01)
     assert len(set(coefs[1:])) == 4 and kls[-1] > 0
-    # Two micro-batches to a step, whose losses read it.
+    # Two micro-batches per step, whose losses read it.
     assert [loss["beta"] for loss in trainer.losses] == [coef for coef in coefs for _ in range(2)]
     assert logged(trainer, "klx/target") == [0.01] * 5
 
@@ -159,7 +159,7 @@ def test_gmpo(tmp_path):
     gmpo_trainer = pytest.importorskip("trl.experimental.gmpo").GMPOTrainer
 
     class Recording(Recorder, gmpo_trainer):
-        """Keeps what the loss works with, and is a subclass of the user's."""
+        """A user's subclass that keeps the inputs of the loss."""
 
     trainer = gmpo(tmp_path, Recording, beta=0.05, max_steps=5)
     run(trainer, "pid", target=0.01)
@@ -205,7 +205,7 @@ def test_only_training_logs_count(tmp_path):
     trainer = run(build_trainer(GRPOTrainer, tmp_path, beta=0.1, extras=extras, **fields), controller)
     trainer.log({"note": 1.0})
     assert len(logged(trainer, "eval_kl")) == 5
-    # Steps 2 and 4; what is left of step 5 is in the summary of the run, after which there is nothing to steer.
+    # Steps 2 and 4. Step 5 is only in the final summary, after which there is nothing to control.
     assert [n for _, n in controller.heard] == [8, 8]
     training = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [kl for kl, _ in controller.heard] == [entry["kl"] for entry in training]
@@ -224,7 +224,7 @@ def test_a_kl_that_is_no_number_changes_nothing(tmp_path):
     with pytest.warns(RuntimeWarning, match="got a KL of inf"):
         run(trainer, controller)
     kls = logged(trainer, "kl")
-    # The step still counts for the horizon, with the next KL there is.
+    # The step still counts towards the horizon, together with the next available KL.
     assert controller.heard == [(kls[0], 4), (kls[2], 8)]
 
 
@@ -234,7 +234,7 @@ def test_a_kl_that_is_no_number_changes_nothing(tmp_path):
 @pytest.mark.parametrize("restore", [False, True])
 def test_resumption(restore, tmp_path):
     def build(folder, **fields):
-        # A window of two steps of which the checkpoint has seen one.
+        # A window of two steps, of which the checkpoint has seen one.
         fields = {"max_steps": 6, "steps_per_generation": 2, "per_device_train_batch_size": 2} | fields
         fields["restore_callback_states_from_checkpoint"] = restore
         return build_trainer(GRPOTrainer, tmp_path / folder, beta=0.05, **fields)
@@ -363,7 +363,7 @@ def test_subclasses(tmp_path):
         pass
 
     class XPOTrainer(type(online_dpo(tmp_path))):
-        """As the one that TRL had: it derives from a trainer whose KL is the policy's, and logs another one."""
+        """Like a former TRL trainer: derived from a trainer that logs the policy's KL, but it logs another KL."""
 
     trainer = build_trainer(MyGRPO, tmp_path, beta=0.1)
     assert KLXCallback(trainer, target=1.0).kl_key == "kl"
@@ -389,7 +389,7 @@ def test_an_unknown_trainer_needs_a_key(tmp_path):
 
 
 def trainers_with_beta() -> set[str]:
-    """Names of the trainers in the installed TRL that set a `beta`, and of their subclasses there."""
+    """Names of the installed TRL's trainers that set a `beta`, and of their subclasses."""
     parents, names = {}, set()
     for path in Path(trl.__file__).parent.glob("**/*_trainer.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -408,6 +408,6 @@ def trainers_with_beta() -> set[str]:
 def test_every_trainer_of_trl_with_a_beta_is_known():
     names = trainers_with_beta()
     assert {"GRPOTrainer", "RLOOTrainer", "KTOTrainer", "DPOTrainer"} <= names
-    # A new one must be read, to see what it logs.
+    # A new trainer must be read, to see which KL it logs.
     assert names <= LOGGED_KLS.keys() | REFUSED_TRAINERS.keys()
     assert not LOGGED_KLS.keys() & REFUSED_TRAINERS.keys()

@@ -18,7 +18,7 @@ def rows_of(card: ModelCard) -> dict[str, str]:
 def card_of(trainer, folder) -> ModelCard:
     trainer.create_model_card(model_name="tiny", dataset_name="user/prompts")
     card = ModelCard.load(folder / "README.md")
-    # Once through the parser that the Hub's own check begins with.
+    # Parsed as the Hub's own check parses it.
     again = ModelCard(str(card))
     assert again.data.to_dict() == card.data.to_dict() and again.data.datasets == "user/prompts"
     assert card.text.count("### KL control") <= 1
@@ -47,7 +47,7 @@ def test_settings_reference_and_outcome(tmp_path):
         "KL at step 3": f"{logged(trainer, 'klx/kl')[-1]:.4g} nats per sequence",
         "KL coefficient at step 3": f"{logged(trainer, 'klx/coef')[-1]:.4g}",
     }
-    # What TRL says is still there, and in its place.
+    # TRL's text is still there, in the same order.
     text = card.text
     assert text.index("# Model Card for tiny") < text.index("### KL control") < text.index("### Framework versions")
     assert "Cite TRL as:" in text
@@ -56,7 +56,7 @@ def test_settings_reference_and_outcome(tmp_path):
 def test_a_kl_that_is_no_number_is_passed_over(tmp_path):
     trainer = build_trainer(KLXGRPOTrainer, tmp_path, kl_penalty_coef=0.1)
     trainer.train()
-    # So TRL logs the mean of nothing but NaN.
+    # This is how TRL logs the mean of NaN only.
     trainer.state.log_history.append({"step": 4, "klx/kl": None, "klx/coef": 0.1})
     assert "KL at step 3" in rows_of(card_of(trainer, tmp_path))
 
@@ -86,7 +86,7 @@ def test_ppo(tmp_path):
     assert {"ppo", "trl-klx"} <= set(card.data.tags)
     rows = rows_of(card)
     assert rows.pop("reference").startswith("kind `step`, step `0`, hash `")
-    # The main settings are told although they are PPO's defaults.
+    # The main settings are listed even though they are PPO's defaults.
     assert rows == {
         "`kl_penalty_coef`": "`0.05`",
         "`kl_placement`": "`reward`",

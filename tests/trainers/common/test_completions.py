@@ -29,7 +29,7 @@ CASES = {
 
 
 def expected_kls(trainer, estimator="k3"):
-    """The KL of each completion of the last generation batch, worked out from scratch."""
+    """The KL of each completion in the last generation batch, computed from scratch."""
     batch = trainer.generated[-1]
     reference = plain_model(trainer.accelerator.unwrap_model(trainer.model), adapter=None)
     return [sum(row) for row in kl_of_tokens(batch["policy"], reference, batch, estimator)]
@@ -78,7 +78,7 @@ def test_a_completion_that_does_not_count_has_none(tmp_path):
 
 
 def test_rows_that_are_still_to_be_trained_on(tmp_path):
-    # Two optimizer steps to a generation batch, whose KL is measured in their losses.
+    # Two optimizer steps per generation batch, whose losses measure the KL.
     fields = FIELDS | {"per_device_train_batch_size": 2, "steps_per_generation": 2, "kl_centering": "microbatch"}
     trainer = build_trainer(KLXGRPOTrainer, tmp_path, model=trained_lora(1, scale=0.1), **fields)
     trainer.train()
@@ -105,7 +105,7 @@ def test_rows_keep_their_place_as_the_table_moves_on():
     kls = CompletionKLs(columns, Accelerator(cpu=True))
     training, evaluation = {"completion_ids": torch.zeros(4, 1)}, {"completion_ids": torch.zeros(2, 1)}
     kls.add(training)
-    kls.add(evaluation)  # pushes the first two out, while the others wait for their loss
+    kls.add(evaluation)  # pushes out the first two, while the others wait for their loss
     kls.fill(evaluation, torch.tensor([[5.0], [6.0]]), torch.ones(2, 1))
     shuffled = {"klx_row": training["klx_row"][[3, 0, 2, 1]]}
     kls.fill(shuffled, torch.tensor([[4.0], [1.0], [3.0], [2.0]]), torch.ones(4, 1))
@@ -121,7 +121,7 @@ def test_switched_on_in_the_middle(tmp_path):
     trainer.log_completions = True
     (tmp_path / "completions").mkdir()
     trainer.evaluate()
-    # Two completions of the training, then the two that were measured and logged.
+    # Two completions from training, then the two that were measured and logged.
     found = pandas.read_parquet(tmp_path / "completions" / "completions_00001.parquet")["klx/kl"].tolist()
     assert pandas.isna(found[:2]).all()
     assert sum(found[2:]) / 2 == pytest.approx(logged(trainer, "eval_klx/kl")[-1], rel=1e-6)

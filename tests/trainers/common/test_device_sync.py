@@ -1,6 +1,6 @@
 """
-No step waits for the device beyond the one reduction of statistics per generation batch. Counted on CPU, where nothing has
-to be waited for but the same operations ask for a tensor's numbers.
+No step waits for the device, except for one reduction of statistics per generation batch. This is counted on CPU,
+where nothing waits but the same operations read a tensor's numbers.
 """
 
 import collections
@@ -33,14 +33,14 @@ from trl_klx.maths.gae import clipped_value_loss, compute_gae, shape_rewards
 
 OURS = str(Path(trl_klx.__file__).parent)
 HOSTS = tuple(str(Path(module.__file__).parent) for module in (transformers, trl))
-# What hands the numbers of a tensor to Python, or needs them for the shape of its result.
+# Operations that hand a tensor's numbers to Python, or need them for the shape of their result.
 WAITING = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"}
-# Asked where the tensors are on CPU only, see `test_maths_does_not_wait`.
+# Called only for tensors on CPU, see `test_maths_does_not_wait`.
 CPU_ONLY = {"selector", "has_no_holes"}
 
 
 class Waits(TorchDispatchMode):
-    """Counts what waits for the device, by the function of this package that does so."""
+    """Counts waits for the device by the function of this package that waits."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,9 @@ class Waits(TorchDispatchMode):
         frame = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
-            if name.startswith(OURS) and frame.f_code is not Sums.pop.__code__:  # who asks for the sums is what counts
+            if (
+                name.startswith(OURS) and frame.f_code is not Sums.pop.__code__
+            ):  # count the function that asks for the sums
                 self.seen[frame.f_code.co_name] += 1
                 return
             if name.startswith(HOSTS):
@@ -63,7 +65,7 @@ class Waits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def __enter__(self):
-        # These read the memory of a tensor on CPU without an operation that could be seen.
+        # These read a CPU tensor's memory without a visible operation.
         self.kept = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu")}
         for name, method in self.kept.items():
             setattr(torch.Tensor, name, self.counting(method))
@@ -130,7 +132,7 @@ def test_once_per_generation_batch(trainer_class, case, tmp_path):
 
 def test_ppo_also_waits_to_log(tmp_path):
     trainer = build_ppo(tmp_path, model=trained_lora(1), kl_penalty_coef=0.1, num_ppo_epochs=2, max_steps=3)
-    # Three steps of two epochs are two rollouts; the three steps are logged.
+    # Three steps at two per rollout are two rollouts. All three steps are logged.
     assert waits(trainer) == {"finish": 2, "_klx_read_window": 3}
 
 
@@ -138,7 +140,7 @@ def test_ppo_also_waits_to_log(tmp_path):
 
 
 def maths(device):
-    """Every function of the hot path, by name."""
+    """Every function on the hot path, by name."""
     kl, values, returns = (torch.randn(4, 40, device=device) for _ in range(3))
     mask = torch.ones(4, 40, dtype=torch.long, device=device)
     row, coef = torch.ones(4, device=device), torch.tensor(0.1, device=device)
@@ -157,8 +159,8 @@ def maths(device):
 
 
 def test_maths_does_not_wait(monkeypatch):
-    # Tensors without numbers, not on CPU: whoever asks for a number is refused.
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # it does not know this device
+    # Tensors without numbers, not on CPU: reading a number raises.
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # it does not support this device
     for name, call in maths("meta"):
         result = call()
         first = result if isinstance(result, torch.Tensor) else result[0]

@@ -1,4 +1,4 @@
-"""What KL control costs, counted in rows that pass through the models, never in time."""
+"""What KL control costs, counted in rows that pass through the models, not in time."""
 
 import collections
 import functools
@@ -13,6 +13,9 @@ from support.tiny import build_dataset, build_trainer, lora, scripted_rollout, t
 from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
 
 
+pytestmark = pytest.mark.slow
+
+
 STEPS = 4
 PAIRS = {"grpo": (GRPOTrainer, KLXGRPOTrainer), "rloo": (RLOOTrainer, KLXRLOOTrainer)}
 ONE = {}
@@ -23,7 +26,7 @@ REUSED = {"steps_per_generation": 2}
 
 
 def run(trainer_class, output_dir, **settings):
-    # Scripted rollouts where TRL allows them: no forward pass is then one of generation.
+    # Scripted rollouts where TRL allows them, so that no forward pass comes from generation.
     if issubclass(trainer_class, GRPOTrainer):
         settings["extras"] = {"rollout_func": scripted_rollout} | settings.get("extras", {})
     trainer = build_trainer(trainer_class, output_dir, max_steps=STEPS, **settings)
@@ -43,7 +46,7 @@ def run(trainer_class, output_dir, **settings):
 
 @functools.cache
 def run_of_trl(algorithm, adapter, batching, dropout=0.0):
-    """What TRL's trainer does; one run serves several tests."""
+    """The counts of TRL's trainer. One run serves several tests."""
     extras = {"peft_config": lora(lora_dropout=dropout)} if adapter == "lora" else {}
     with tempfile.TemporaryDirectory() as folder:
         return run(PAIRS[algorithm][0], folder, beta=0.0, extras=extras, **dict(batching))
@@ -92,7 +95,7 @@ def test_loss_placement_costs_no_policy_pass(algorithm, batching, tmp_path):
     ids=["one", "accumulated", "twice", "reused"],
 )
 def test_reward_placement_of_grpo(batching, extra, tmp_path):
-    # TRL computes the advantages before the loss, so the penalty cannot wait for the loss's own pass.
+    # TRL computes the advantages before the loss, so the penalty cannot use the loss's own pass.
     check("grpo", tmp_path, extra, batching, kl_penalty_coef=0.1, kl_placement="reward")
 
 
@@ -120,7 +123,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("algorithm", PAIRS)
 def test_dropout_costs_one_policy_pass(algorithm, kind, batching, tmp_path):
-    # Without dropout, once per generation batch, whatever TRL has scored with it.
+    # Once per generation batch without dropout, whatever TRL has scored with dropout.
     check(algorithm, tmp_path, 1, batching, dropout=0.1, **KINDS[kind])
 
 
@@ -167,7 +170,7 @@ def test_switched_off_costs_nothing(algorithm, adapter, tmp_path):
 
 
 def test_no_gradient_is_kept_for_the_reference(tmp_path):
-    # The passes beyond TRL's own build no graph: every forward with gradients is one that the loss needs.
+    # Our additional passes build no graph: the loss needs every forward pass with gradients.
     trainer = build_trainer(
         KLXGRPOTrainer,
         tmp_path,
@@ -180,13 +183,13 @@ def test_no_gradient_is_kept_for_the_reference(tmp_path):
     hook = lambda module, args, kwargs: grads.update([(who(trainer.model), torch.is_grad_enabled())])  # noqa: E731
     backbone(trainer.model).register_forward_pre_hook(hook, with_kwargs=True)
     trainer.train()
-    # 3 steps of 2 micro-batches; the extra policy pass and the reference go through in chunks of a micro-batch.
+    # 3 steps of 2 micro-batches. The extra policy pass and the reference pass run one micro-batch at a time.
     assert grads == {("policy", True): 6, ("policy", False): 6, ("reference", False): 6}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_evaluation_costs_one_reference_pass(dropout, tmp_path):
-    # Evaluation has no dropout that would have to be undone.
+    # Evaluation has no dropout to avoid.
     trainer = build_trainer(
         KLXGRPOTrainer,
         tmp_path,

@@ -1,4 +1,4 @@
-"""What is measured, and on which numbers: without dropout, without ignored tokens, against sampler and rollout."""
+"""What is measured, and from what: without dropout, without ignored tokens, against the sampler and the rollout."""
 
 import gc
 import math
@@ -36,7 +36,7 @@ CONFIGS = [KLXGRPOConfig, KLXRLOOConfig, KLXPPOConfig]
 
 
 class Remembering:
-    """Keeps every rollout and every micro-batch of the loss, each with the policy of that moment, without dropout."""
+    """Keeps every rollout and every micro-batch of the loss, each with the policy at that moment, without dropout."""
 
     def __init__(self, *args, **kwargs):
         self.rollouts: list[dict] = []
@@ -93,7 +93,7 @@ def check_measured_without_dropout(trainer, statistic: str = "k3") -> None:
     for rollout, kl in zip(trainer.rollouts, kls, strict=True):
         expected = kl_of_tokens(rollout["policy"], build_model().eval(), rollout, statistic)
         assert kl == pytest.approx(sum(map(sum, expected)) / len(expected), rel=0, abs=1e-4)
-    # The first rollout is of the reference itself.
+    # The first rollout comes from the reference itself.
     assert kls[0] == 0.0 and kls[-1] > 1e-2
 
 
@@ -127,7 +127,7 @@ def test_monitored_kl_is_measured_without_dropout(name, tmp_path):
 
 
 def test_dropout_would_have_been_seen():
-    # With dropout on, the same weights are far from themselves.
+    # With dropout, even the same weights give a large KL.
     model = build_model(attention_dropout=0.1)
     ids = torch.randint(4, 32, (8, 12), generator=torch.Generator().manual_seed(0))
     ones = torch.ones_like(ids)
@@ -162,7 +162,7 @@ IGNORED = {
 
 
 def leave_out(batches: list[dict], ids: set[int]) -> None:
-    """Mark tokens as the oracle marks those of tools: they neither count nor pay."""
+    """Mark tokens as the oracle marks tool tokens: they neither count nor pay."""
     left_out = 0
     for batch in batches:
         ignored = torch.isin(batch["completion_ids"], torch.tensor(sorted(ids)))
@@ -173,7 +173,7 @@ def leave_out(batches: list[dict], ids: set[int]) -> None:
 
 
 def scripted(trainer_class, **extras):
-    """The class, and what its constructor is given, for rollouts that depend on the prompt alone."""
+    """The class and constructor arguments for rollouts that depend only on the prompt."""
     if issubclass(trainer_class, KLXRLOOTrainer):
         return type("Scripted", (ScriptedGeneration, trainer_class), {}), extras
     return trainer_class, {"rollout_func": scripted_rollout, **extras}
@@ -256,7 +256,7 @@ def test_ignored_tokens_do_not_pay_in_the_reward_of_rloo(tmp_path):
         ids = [row[:length] for row, length in zip(rollout["completion_ids"].tolist(), lengths, strict=True)]
         penalties = [0.3 * sum(row) for row in kl_of_tokens(rollout["policy"], build_model(), rollout)]
         scores = [reward - penalty for reward, penalty in zip(reward_even_tokens(ids), penalties, strict=True)]
-        # Groups of two: the baseline of each is the other.
+        # Groups of two: each is the other's baseline.
         expected = [score - scores[index ^ 1] for index, score in enumerate(scores)]
         torch.testing.assert_close(rollout["advantages"], torch.tensor(expected), atol=1e-5, rtol=1e-5)
         effect = max(effect, *map(abs, penalties))
@@ -272,7 +272,7 @@ def test_ignored_tokens_do_not_pay_in_the_loss(estimator, tmp_path):
     for loss in trainer.losses:
         rollout = trainer.generated[loss["rollout"]]
         kl = kl_of_tokens(rollout["policy"], build_model(), rollout, estimator)
-        # TRL's weight of a token stays what it was: ignored tokens are still tokens of the loss.
+        # TRL's weight of a token does not change: ignored tokens are still part of the loss.
         expected = 0.3 * sum(map(sum, kl)) / rollout["completion_mask"].sum().item()
         assert (loss["total"] - loss["loss"]).item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert expected > 1e-4
@@ -374,14 +374,14 @@ def run_with_limit(name: str, output_dir, passes: int, max_steps: int, **fields)
 
 @every_trainer
 def test_passes_stop_at_the_update_target(name, tmp_path):
-    # The first step is taken on policy. What it moves is beyond the target, so that it is the only one.
+    # The first step is on policy. It moves the policy beyond the target, so it is the only step.
     stopped = run_with_limit(name, tmp_path / "8", 8, 8, kl_update_target=1e-9)
     assert logged(stopped, "klx/update_stopped") == [0.0] + [1.0] * 7
     whole = run_with_limit(name, tmp_path / "1", 8, 1, kl_update_target=1e-9)
     assert_same_snapshot(snapshot(stopped), snapshot(whole))
     free = run_with_limit(name, tmp_path / "free", 8, 2)
     assert any(not torch.equal(weights(free)[key], value) for key, value in weights(stopped).items())
-    # Only the steps that were taken, and the one that was not any more, are measured.
+    # Measured are the steps that were taken, and the first one that was skipped.
     assert len(logged(stopped, "klx/kl_update")) == 2 and logged(stopped, "klx/kl_update")[1] > 1e-9
 
 
@@ -392,7 +392,7 @@ def test_the_next_rollout_is_trained_on_again(name, tmp_path):
     assert len(two.rollouts) == 2 and len(logged(two, "klx/kl")) == 2
     first = run_with_limit(name, tmp_path / "one", 4, 4, kl_update_target=1e-9)
     steps = {float(state["step"]) for state in snapshot(two)[1]}
-    assert steps == {2.0}  # Adam has made one step per rollout
+    assert steps == {2.0}  # Adam made one step per rollout
     assert any(not torch.equal(weights(first)[key], value) for key, value in weights(two).items())
 
 
@@ -410,7 +410,7 @@ def test_passes_stop_without_kl_control(tmp_path):
 
 
 def test_a_stopped_rollout_still_updates_the_controller(tmp_path):
-    # The micro-batches of the steps that are skipped count too.
+    # The micro-batches of skipped steps count too.
     fields = {"steps_per_generation": 4, "kl_centering": "batch", "kl_target": 0.05, "kl_horizon": 100}
     trainer = run_with_limit("GRPO", tmp_path, 1, 8, kl_update_target=1e-9, **fields)
     assert logged(trainer, "klx/update_stopped") == [0.0, 1.0, 1.0, 1.0] * 2
@@ -469,7 +469,7 @@ SPREAD = 0.3
 
 
 def rollout_of_another_sampler(prompts, trainer):
-    """Scripted completions, with the log-probs of a sampler that differs from the policy, and some that it has not."""
+    """Scripted completions with log-probs of a sampler that differs from the policy; some log-probs are missing."""
     output = scripted_rollout(prompts, trainer)
     policy = plain_model(trainer.accelerator.unwrap_model(trainer.model))
     noise = torch.Generator().manual_seed(trainer.state.global_step)
@@ -481,13 +481,13 @@ def rollout_of_another_sampler(prompts, trainer):
             own = sampled_logps(policy, batch)[0]
         own = (own + SPREAD * torch.randn(own.shape, generator=noise)).tolist()
         if row % 2:
-            own[1] = None  # TRL makes NaN of it
+            own[1] = None  # TRL turns it into NaN
         logprobs.append(own)
     return output | {"logprobs": logprobs}
 
 
 def sample_elsewhere(trainer) -> None:
-    """Drive TRL's branch for vLLM without vLLM."""
+    """Run TRL's vLLM branch without vLLM."""
     trainer.use_vllm, trainer._last_loaded_step = True, -1
     trainer.vllm_generation = types.SimpleNamespace(sync_weights=lambda: None)
 
@@ -521,7 +521,7 @@ def test_kl_to_the_sampler(batching, unit, tmp_path):
         for metric, value in expected.items():
             assert logged(trainer, f"klx/{metric}")[index] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
         assert expected["sampler_kl"] > 1e-3 and expected["sampler_ess"] < 0.99
-    # Neither the KL to the reference nor its penalty sees the sampler.
+    # The sampler affects neither the KL to the reference nor the penalty.
     reference = build_model()
     for rollout, kl in zip(trainer.rollouts, logged(trainer, "klx/kl"), strict=True):
         expected = kl_of_tokens(rollout["policy"], reference, rollout, "k3")
@@ -554,7 +554,7 @@ def test_without_another_sampler_nothing_is_said_of_it(tmp_path):
     assert not [key for entry in trainer.state.log_history for key in entry if key.startswith("klx/sampler")]
 
 
-# ---- Sampling that is not the policy's ----
+# ---- Sampling from another distribution than the policy's ----
 
 
 CUT = [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}]
@@ -589,7 +589,7 @@ def test_plain_sampling_does_not_warn(config_class):
     assert warnings_of(config_class, kl_penalty_coef=0.1) == []
     plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "generation_kwargs": {"top_p": 1.0, "repetition_penalty": 1.1}}
     assert warnings_of(config_class, kl_penalty_coef=0.1, **plain) == []
-    # What TRL does without KL control is its own affair.
+    # Without KL control we leave TRL alone.
     assert warnings_of(config_class, kl_penalty_coef=0.0, top_p=0.9) == []
 
 
@@ -615,14 +615,14 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vesp
 
 
 class MovesThePolicy(TrainerCallback):
-    """Moves an adapter before each step, the same way in every trainer, so that none follows a path of its own."""
+    """Moves an adapter before each step in the same way, so that all trainers follow the same path."""
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         generator = torch.Generator().manual_seed(state.global_step)
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if "lora_" in name and weight.requires_grad:
-                    # Off the reference at first, then a little off the rollout's policy.
+                    # First away from the reference, then slightly away from the rollout's policy.
                     scale = 0.2 if state.global_step == 0 else 0.02
                     weight.add_(scale * torch.randn(weight.shape, generator=generator))
 
@@ -653,7 +653,7 @@ def test_term_in_the_loss_equals_that_of_trl(loss_type, accumulation, tmp_path):
         assert one.keys() == other.keys() == bare.keys() and one
         for name in one:
             assert (one[name] - other[name]).norm() < 3e-6 * other[name].norm(), name
-        # On policy and off it, the term is a part of the gradient that matters.
+        # On and off policy, the term is a substantial part of the gradient.
         assert max((one[name] - bare[name]).norm() / bare[name].norm() for name in one) > 1e-2
     updates = logged(ours, "klx/kl_update")
     assert max(updates[::2]) < 1e-6 and min(updates[1::2]) > 1e-4
@@ -664,14 +664,14 @@ VOCABULARY = 4096
 
 
 def batch_of(trainer) -> dict:
-    """What the loss gets first."""
+    """The first inputs of the loss."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
 
 def build_with_exact_term(output_dir, adapter: str, **settings):
-    """A policy that has left its reference, with the exact KL in the loss, over a vocabulary that is far wider."""
+    """A policy away from its reference, with the exact KL in the loss and a much larger vocabulary."""
     fields = {"kl_penalty_coef": 0.7, "kl_placement": "loss", "kl_estimator": "full", **settings}
     model = build_model(vocab_size=VOCABULARY)
     if adapter == "lora":
@@ -701,7 +701,7 @@ def test_exact_term_keeps_no_tensor_of_the_whole_vocabulary(adapter, tmp_path):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = trainer._compute_loss(trainer.model, batch)
-    # `(B, T, V)` in any shape would be more than the whole vocabulary of any one token.
+    # A `(B, T, V)` tensor of any shape would be larger than one token's whole vocabulary.
     largest = max(math.prod(shape) for shape in kept)
     assert largest < VOCABULARY, kept
     gc.collect()
@@ -711,7 +711,7 @@ def test_exact_term_keeps_no_tensor_of_the_whole_vocabulary(adapter, tmp_path):
 
 
 def stored(trainer) -> set[int]:
-    """Where the weights of the reference are."""
+    """Addresses of the reference's weights in memory."""
     with trainer.kl_reference.active() as model:
         return {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 

@@ -31,7 +31,7 @@ from trl_klx.references.adapter_loading import REFERENCE_ADAPTER
 from trl_klx.references.moving import LaggedReference, SyncedReference
 
 
-# ---- Runs, and what is looked at in them ----
+# ---- Runs, and what is inspected in them ----
 
 
 class WatchedRLOOTrainer(Watched, KLXRLOOTrainer):
@@ -39,7 +39,7 @@ class WatchedRLOOTrainer(Watched, KLXRLOOTrainer):
 
 
 def reference_tensors(trainer) -> dict[str, torch.Tensor]:
-    """Every weight that belongs to the reference alone."""
+    """Every weight that belongs only to the reference."""
     reference = trainer.kl_reference
     with reference.active() as model:
         if model is trainer.model:
@@ -118,7 +118,7 @@ def test_fixed_reference(case, tmp_path, adapter_path, checkpoints):
     trainer.train()
     oracle = FIXED[case][2](trainer, fields)
 
-    # The log-probs used are those of a model loaded without the package, and the policy has long gone elsewhere.
+    # The log-probs match a model loaded without the package, while the policy has moved away.
     assert [seen["step"] for seen in trainer.seen] == [0, 1, 2, 3]
     for seen in trainer.seen:
         assert_used(seen, oracle)
@@ -190,7 +190,7 @@ def test_no_reference_while_kl_control_is_off(tmp_path):
 def test_dropout_does_not_reach_the_reference(tmp_path, adapter_path):
     peft = lora(lora_dropout=0.5)
     for fields in ({}, {"kl_ref_adapter_path": adapter_path}, {"kl_penalty_reference_step": 0}):
-        # `Watched` also sees to it that no random number is drawn.
+        # `Watched` also checks that no random number is drawn.
         trainer = run(tmp_path, peft=copy.deepcopy(peft), **PENALTY, **fields, disable_dropout=False, max_steps=2)
         oracle = (
             PeftModel.from_pretrained(build_model(), adapter_path)
@@ -212,7 +212,7 @@ def test_adapter_with_modules_to_save(tmp_path):
 
 def test_policy_whose_adapter_is_not_called_default(tmp_path):
     one = run(tmp_path, model=trained_policy(name="mine"), **PENALTY, save_strategy="steps", save_steps=2, max_steps=2)
-    # PEFT puts such an adapter into a folder of its own.
+    # PEFT saves such an adapter in its own folder.
     assert (tmp_path / "checkpoint-2" / "mine" / "adapter_model.safetensors").is_file()
     fields = PENALTY | {"kl_penalty_reference_step": 2}
     two = run(tmp_path, model=trained_policy(name="mine"), **fields, max_steps=2)
@@ -230,11 +230,11 @@ def test_lag(tmp_path, kind, lag):
     assert [seen["step"] for seen in trainer.seen] == [0, 1, 2, 3, 4]
     for seen in trainer.seen:
         assert_used(seen, rebuilt(trainer, max(0, seen["step"] - lag)))
-    # The steps lie far enough apart for the check above to tell them.
+    # The steps are far enough apart for the check above to tell them apart.
     for step in range(4):
         assert differ(rebuilt(trainer, step), rebuilt(trainer, step + 1), trainer.seen[-1])
     assert trainer.kl_reference.identity == {"kind": "lag", "lag": lag}
-    # No more than the steps in between are kept.
+    # Only the steps in between are kept.
     assert trainer.kl_reference.mover.kept_steps == list(range(6 - lag, 6))
 
 
@@ -358,7 +358,7 @@ def completions_of(output_dir, trainer_class=KLXGRPOTrainer, models=None, **fiel
 
 @pytest.fixture(scope="module")
 def rollouts(tmp_path_factory) -> dict[str, list[list[int]]]:
-    """What TRL's own trainer generates, for each kind of policy."""
+    """The completions of TRL's own trainer for each kind of policy."""
     folder = tmp_path_factory.mktemp("rollouts")
     return {kind: completions_of(folder / kind, GRPOTrainer, made(kind)) for kind in MODELS}
 

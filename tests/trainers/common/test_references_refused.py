@@ -1,4 +1,4 @@
-"""References that are refused, full models of every kind, and identity."""
+"""References that are refused, full models of every kind, and the identity of references."""
 
 import copy
 import json
@@ -66,8 +66,8 @@ def test_step_that_was_never_saved(tmp_path, checkpoints, kind):
     peft = lora() if kind == "lora" else None
     message = refusal(output_dir, peft=peft, kl_penalty_reference_step=7)
     assert message == (
-        f"`kl_penalty_reference_step=7` was never saved: there is no `checkpoint-7` in {str(output_dir)!r}. Saved steps: "
-        "1, 2, 11. Choose one of them, 0 for the initial policy, or leave the field unset."
+        f"`kl_penalty_reference_step=7` was never saved: there is no `checkpoint-7` in {str(output_dir)!r}. "
+        "Saved steps: 1, 2, 11. Choose one of them, 0 for the initial policy, or leave the field unset."
     )
 
 
@@ -209,7 +209,7 @@ def test_policy_whose_adapter_has_taken_over_a_part_of_the_base(reference, tmp_p
 
 def test_step_0_of_a_policy_whose_adapter_has_taken_over_a_part_of_the_base(tmp_path):
     trainer = run(tmp_path, peft=lora(init_lora_weights="pissa"), **PENALTY, kl_penalty_reference_step=0)
-    # Against the residual that is left of the base, the KL of the first batch would be large.
+    # Against the base's residual weights, the KL of the first batch would be large.
     assert logged(trainer, "klx/kl")[0] == pytest.approx(0.0, abs=1e-5)
 
 
@@ -229,7 +229,7 @@ def test_a_second_trainer_on_the_same_policy(tmp_path):
     ],
 )
 def test_what_fsdp1_cannot_do(fields, message, tmp_path):
-    # It cannot be had without a GPU, so that only its version is there.
+    # FSDP 1 needs a GPU, so only its version number is faked.
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
     args = KLXGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, kl_penalty_coef=0.1, **fields)
     with pytest.raises(ValueError, match=message):
@@ -322,7 +322,7 @@ def test_policy_with_frozen_layers(tmp_path, frozen):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("fields", [{}, {"kl_penalty_reference_step": 2}], ids=["initial", "checkpoint"])
 def test_fp32_lm_head_does_not_tie_the_reference_to_the_policy(tmp_path, tied, fields):
-    # TRL makes the head's forward a closure over the policy's head.
+    # TRL's patched forward is a closure over the policy's head.
     settings = {"cast_lm_head_to_fp32": True, "learning_rate": 0.3} | PENALTY
     model = {"tie_word_embeddings": tied}
     if fields:
@@ -338,7 +338,7 @@ def test_fp32_lm_head_does_not_tie_the_reference_to_the_policy(tmp_path, tied, f
     moved = [(new - old).abs().max() for new, old in zip(trainer.model.parameters(), policy, strict=True)]
     assert min(moved) > 0.01
 
-    # The same as a copy that no trainer has ever touched.
+    # The same as for a copy that no trainer has touched.
     if fields:
         untouched = Qwen2ForCausalLM.from_pretrained(tmp_path / "checkpoint-2", dtype=torch.float32)
         weights = {
@@ -360,7 +360,7 @@ def test_fp32_lm_head_does_not_tie_the_reference_to_the_policy(tmp_path, tied, f
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_plain_forward_pass_through_the_reference_is_the_references(tmp_path, kind):
-    # TRL's patched forward falls back on a bound method of the model it was made for.
+    # TRL's patched forward falls back to a bound method of the model it was made for.
     trainer = run(tmp_path, **made(kind), **PENALTY)
     seen = trainer.seen[-1]
     with trainer.kl_reference.active() as model, torch.no_grad():
@@ -394,7 +394,7 @@ def test_fingerprint_tells_models_apart():
     assert fingerprint(build_model()) == fingerprint(build_model()) == fingerprint(copy.deepcopy(build_model()))
     assert fingerprint(build_model(0)) != fingerprint(build_model(1))
     assert fingerprint(build_model()) != fingerprint(build_model(num_hidden_layers=1))
-    # One step of training is another model, in whichever weight it was.
+    # One training step makes another model, whichever weight it changed.
     prints = set()
     for name, _ in build_model().named_parameters():
         model = build_model()

@@ -1,4 +1,4 @@
-"""`kl_statistic`: the KL that is logged and drives the controller, whatever is penalised."""
+"""`kl_statistic` is the KL that is logged and drives the controller, whatever is penalised."""
 
 import pytest
 
@@ -21,8 +21,8 @@ def test_full_statistic_of_another_penalty(trainer_class, placement, batching, t
     check_statistic(full, full.generated, "full")
     plain = train(recording(trainer_class), tmp_path / "k3", **fields)
     check_statistic(plain, plain.generated, "k3")
-    # At a fixed coefficient it is a measurement and nothing else. In the advantage, the log-probs of the penalty are those
-    # of the exact KL's pass, whose sums have another order.
+    # At a fixed coefficient it is only a measurement. In the advantage, the penalty's log-probs come from the exact
+    # KL's pass, which sums in a different order.
     same = logged(plain, "loss")
     assert logged(full, "loss") == (pytest.approx(same, rel=0, abs=1e-7) if placement == "advantage" else same)
 
@@ -33,7 +33,7 @@ def test_the_exact_kl_spares_the_reference_s_own_projection(placement, passes, t
     calls = watch_projections(monkeypatch)
     fields = {"kl_penalty_coef": 0.3, "kl_placement": placement, "max_steps": 3}
     train(KLXGRPOTrainer, tmp_path / "full", kl_statistic="full", **fields)
-    # TRL's own KL term must have the reference's log-probs before the loss.
+    # TRL's own KL term needs the reference's log-probs before the loss.
     assert len(calls) == passes * 3
     calls.clear()
     train(KLXGRPOTrainer, tmp_path / "k3", **fields)

@@ -1,10 +1,10 @@
-"""`kl_target` alone holds the KL, in every trainer; `kl_lr_guard` shortens steps that are too long for it."""
+"""`kl_target` alone holds the KL in every trainer, and `kl_lr_guard` shortens steps that are too long for it."""
 
 import pytest
 import torch
+
 from support.tiny import build_trainer, logged
 from support.tiny_ppo import build_ppo
-
 from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
 
 
@@ -26,7 +26,7 @@ def test_a_target_alone_is_steered_to(trainer_class, tmp_path):
     coefs, kls = logged(trainer, "klx/coef"), logged(trainer, "klx/kl")
     assert len(coefs) == 6 and len(set(coefs)) > 2 and kls[-1] > 0
     assert logged(trainer, "klx/target") == [2.0] * 6
-    # The controller saw what it needs.
+    # The controller got its inputs.
     state = trainer.kl_controller.state_dict()
     assert state["age"] == 5 and state["rate"] == pytest.approx(2e-3 / 3)  # linear schedule
 
@@ -55,7 +55,7 @@ def test_the_guard_follows_the_speed_of_the_kl(tmp_path):
     guarded = build(KLXGRPOTrainer, tmp_path / "guarded", kl_target=0.01, learning_rate=0.1, kl_lr_guard=True)
     guarded.train()
     factors = logged(guarded, "klx/lr_factor")
-    # The first measured KL is that of the reference itself; the guard then feels its way.
+    # The first KL is measured on the reference itself; the guard adapts from then on.
     assert factors[0] == 1.0 and factors[1] == 0.1 and factors[-1] < factors[-2] < factors[-3] < 0.1
     assert max(logged(guarded, "klx/kl")) < 0.2 * max(logged(free, "klx/kl"))
     assert "klx/lr_factor" not in free.state.log_history[0]

@@ -1,4 +1,4 @@
-"""What KL control logs is seen by the trackers of a real run."""
+"""The trackers of a real run receive what KL control logs."""
 
 import json
 import os
@@ -71,7 +71,7 @@ open(sys.argv[2], "w").write(json.dumps(trainer.state.log_history))
 def test_trackio(tmp_path):
     if find_spec("trackio") is None:
         pytest.skip("trackio is not installed")
-    # In a process of its own: trackio reads its folder when TRL imports it.
+    # In a separate process, because trackio reads its folder when TRL imports it.
     environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", TRACKIO_RUN, str(tmp_path / "out"), str(tmp_path / "history.json")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

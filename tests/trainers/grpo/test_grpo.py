@@ -1,4 +1,4 @@
-"""KLXGRPOTrainer: what its penalty does to real batches of TRL's trainer, in every placement and setting."""
+"""KLXGRPOTrainer: the effect of its penalty on real batches of TRL's trainer, with every setting."""
 
 import math
 
@@ -35,7 +35,7 @@ from trl_klx import KLXGRPOTrainer
 
 
 CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
-# All of TRL's but "vespo", which is refused in the advantage.
+# All of TRL's except "vespo", which is refused in the advantage.
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
 
 
@@ -59,7 +59,7 @@ def test_advantages_get_the_centered_adjustment(adapter, centering, batching, tm
 
 @pytest.mark.parametrize("placement", ["advantage", "reward", "loss"])
 def test_recording_a_run_does_not_change_it(placement, tmp_path):
-    # What is checked here on recorded runs holds for the trainer that users have.
+    # What is checked on recorded runs also holds for the trainer that users have.
     fields = {
         "kl_penalty_coef": 0.3,
         "kl_placement": placement,
@@ -91,7 +91,7 @@ def test_advantages_with_every_estimator(estimator, tmp_path):
 @pytest.mark.parametrize("fields", [{}, {"kl_penalty_reference_step": 0}], ids=["base", "step"])
 @pytest.mark.parametrize("batching", [{}, ACCUMULATED], ids=["one", "accumulated"])
 def test_exact_kl_when_the_lm_head_is_trained_too(batching, fields, tmp_path):
-    # Policy and reference then project their hidden states through heads of their own.
+    # Policy and reference then project their hidden states through separate heads.
     trainer = train(
         recording(KLXGRPOTrainer),
         tmp_path,
@@ -107,7 +107,7 @@ def test_exact_kl_when_the_lm_head_is_trained_too(batching, fields, tmp_path):
 
 
 def test_exact_kl_refuses_an_adapter_on_the_lm_head(tmp_path):
-    # Newer TRL refuses it altogether.
+    # Newer versions of TRL refuse it altogether.
     with pytest.raises(ValueError, match="adapter (on the LM head|to `lm_head`)"):
         build_trainer(
             KLXGRPOTrainer,
@@ -119,7 +119,7 @@ def test_exact_kl_refuses_an_adapter_on_the_lm_head(tmp_path):
 
 
 def test_exact_kl_refuses_logits_that_it_cannot_rebuild(tmp_path):
-    # Cohere scales its logits. The first completion is masked, and must not be taken for a proof that all is well.
+    # Cohere scales its logits. The first completion is masked, and proves nothing.
     def rollout(prompts, trainer):
         completions = [[5, 6, 7]] + [[5, 6, 1]] * (len(prompts) - 1)
         return scripted_rollout(prompts, trainer) | {"completion_ids": completions}
@@ -158,8 +158,8 @@ def test_advantages_with_discount(centering, tmp_path):
 @pytest.mark.parametrize("statistic", ["k3", "full"])
 @pytest.mark.parametrize("centering", CENTERINGS)
 def test_advantages_of_reused_batches(centering, statistic, tmp_path):
-    # Two optimizer steps per generation batch, and each twice: the policy moves while the batch is in use, and the
-    # adjustment stays that of the policy that made it.
+    # Two optimizer steps per generation batch, each twice: the policy moves while the batch is in use, but the
+    # adjustment stays that of the policy that sampled it.
     trainer = train(
         recording(KLXGRPOTrainer),
         tmp_path,
@@ -178,7 +178,7 @@ def test_advantages_of_reused_batches(centering, statistic, tmp_path):
 
 
 def test_exact_kl_of_reused_batches(tmp_path):
-    # The policy's LM head moves while the batch is in use, between two micro-batches too.
+    # The policy's LM head moves while the batch is in use, even between two micro-batches.
     trainer = train(
         recording(KLXGRPOTrainer),
         tmp_path,
@@ -227,7 +227,7 @@ def test_adjustment_sums_to_zero_over_its_set(centering, tmp_path):
         micro_batches = [loss for loss in trainer.losses if loss["rollout"] == rollout]
         for loss in micro_batches:
             own = loss["advantages"] - batch["advantages"][loss["row"]].unsqueeze(1)
-            # Outside of the mask there is no adjustment at all.
+            # Outside the mask there is no adjustment.
             assert torch.equal(own * (1 - loss["completion_mask"]), torch.zeros_like(own))
             adjustment[loss["row"]] = own
         for loss in micro_batches:
@@ -245,7 +245,7 @@ def test_every_loss_type_takes_the_adjustment(loss_type, tmp_path):
     check_advantages(trainer, build_model())
     plain = train(GRPOTrainer, tmp_path, **fields)
     assert all(math.isfinite(value) for value in logged(trainer, "loss") + logged(trainer, "grad_norm"))
-    # The first step has no KL; after it the penalty must make a difference to the gradient.
+    # The first step has no KL; after it the penalty must change the gradient.
     assert logged(trainer, "grad_norm")[0] == pytest.approx(logged(plain, "grad_norm")[0], rel=1e-5)
     assert logged(trainer, "grad_norm")[2] != pytest.approx(logged(plain, "grad_norm")[2], rel=1e-3)
 
@@ -289,7 +289,7 @@ def test_sequence_level_importance_sampling(tmp_path):
 def test_temperature_is_that_of_the_rollouts_on_both_sides(tmp_path):
     trainer = train(recording(KLXGRPOTrainer), tmp_path, kl_penalty_coef=0.3, temperature=1.7, extras=LORA)
     check_advantages(trainer, build_model())
-    # The test has teeth: at another temperature the numbers are others.
+    # The test is not vacuous: another temperature gives other numbers.
     trainer.args.temperature = 1.0
     with pytest.raises(AssertionError):
         check_advantages(trainer, build_model())
@@ -306,7 +306,7 @@ def test_truncated_completions_do_not_count(tmp_path):
         extras={"rollout_func": scripted_rollout, **LORA},
         **ACCUMULATED,
     )
-    # They are completions of the batch all the same, which is what the controller counts.
+    # They are still completions of the batch, which the controller counts.
     check_adaptive_trace(trainer, completions=8)
     masked = [batch["completion_mask"].sum(1) == 0 for batch in trainer.generated]
     assert any(rows.any() for rows in masked) and not any(rows.all() for rows in masked)
@@ -314,7 +314,7 @@ def test_truncated_completions_do_not_count(tmp_path):
 
 
 def test_a_batch_without_any_counting_token(tmp_path):
-    # No completion ends within one token: everything is masked, there is no KL, and nothing breaks.
+    # No completion ends within one token: everything is masked and there is no KL, but nothing breaks.
     trainer = train(
         KLXGRPOTrainer,
         tmp_path,
@@ -345,7 +345,7 @@ def test_tokens_of_tools_do_not_count(centering, tmp_path):
     )
     assert all((batch["tool_mask"][:, 1] == 0).all() for batch in trainer.generated)
     check_advantages(trainer, build_model())
-    # The metric leaves them out as well.
+    # The metric leaves them out too.
     batch = trainer.generated[-1]
     kl = kl_of_tokens(batch["policy"], build_model(), batch, "k3")
     assert logged(trainer, "klx/kl")[-1] == pytest.approx(sum(map(sum, kl)) / len(kl), rel=1e-4)
@@ -378,7 +378,7 @@ def test_other_settings_of_trl(fields, tmp_path):
     fields = dict(fields)
     extras = {"peft_config": lora(lora_dropout=fields.pop("lora_dropout", 0.0))}
     trainer = train(recording(KLXGRPOTrainer), tmp_path, kl_penalty_coef=0.3, extras=extras, **ACCUMULATED, **fields)
-    # Where TRL decides by the advantages what becomes of a token, the adjustment stays out of them.
+    # Where TRL uses the advantages to decide about a token, the adjustment stays out of them.
     apart = bool({"off_policy_mask_threshold", "top_entropy_quantile"} & fields.keys())
     check_advantages(trainer, build_model(), apart=apart)
     check_statistic(trainer, trainer.generated, fields.get("kl_statistic", "k3"))
@@ -386,7 +386,7 @@ def test_other_settings_of_trl(fields, tmp_path):
 
 
 def test_dropout_of_the_policy_is_not_in_the_reference(tmp_path):
-    # The reference is run as it would be deployed: its log-probs are those of the plain model, without noise.
+    # The reference runs without dropout: its log-probs are those of the plain model.
     trainer = train(
         recording(KLXGRPOTrainer),
         tmp_path,
@@ -441,14 +441,14 @@ def test_gradient_checkpointing(kl, tmp_path):
 
 
 class FakeSync:
-    """Stands where TRL keeps its vLLM engine; the rollouts come from a function."""
+    """Stands in for TRL's vLLM engine. The rollouts come from a function."""
 
     def sync_weights(self):
         pass
 
 
 def rollout_of_another_engine(prompts, trainer):
-    """Scripted completions with the log-probs of a sampler that is off by a constant."""
+    """Scripted completions with log-probs of a sampler that is off by a constant."""
     output = scripted_rollout(prompts, trainer)
     policy = plain_model(trainer.model)
     logprobs = []
@@ -473,11 +473,11 @@ def test_importance_ratio_of_vllm(placement, tmp_path):
     )
     trainer.use_vllm, trainer._last_loaded_step, trainer.vllm_generation = True, -1, FakeSync()
     trainer.train()
-    # vLLM's own correction is in force, token by token or as one factor per sequence.
+    # TRL's correction for vLLM is active, per token or as one factor per sequence.
     ratios = torch.cat([loss["importance_sampling_ratio"].flatten() for loss in trainer.losses])
     assert (ratios > 1.2).any()
     if placement == "advantage":
-        # Both sides come from the trainer's own forward passes: the sampler's 0.25 nats are in neither.
+        # Both sides come from the trainer's own forward passes, so the sampler's 0.25 nats are in neither.
         check_advantages(trainer, build_model())
     batch = trainer.generated[-1]
     kl = kl_of_tokens(batch["policy"], build_model(), batch, "k3")

@@ -41,8 +41,8 @@ def reward_or_none(completion_ids, **kwargs):
 
 def expected_reward_advantages(batch, reference, coef, reward_func, generations, scale, estimator="k1"):
     """
-    TRL's baseline and scale, by hand, for the reward minus the sequence's KL: the centered scores, 0 for what cannot
-    be scored, and what TRL divides them by.
+    TRL's baseline and scale by hand, for the reward minus the sequence's KL: the centered scores, 0 where there is no
+    score, and the divisor that TRL uses.
     """
     kl = kl_of_tokens(batch["policy"], reference, batch, estimator)
     lengths = batch["completion_mask"].sum(1).tolist()
@@ -190,7 +190,7 @@ def test_loss_placement_equals_beta_of_trl(adapter, batching, tmp_path):
     fields = {
         "model": str(tmp_path / "model"),
         "max_steps": 5,
-        # Adam would turn the last bit of a gradient that is nearly 0 into a whole step.
+        # Adam would turn the rounding of a gradient near zero into a whole step.
         "optim": "sgd",
         "learning_rate": 0.3 if adapter == "lora" else 0.1,
         "extras": LORA if adapter == "lora" else {},
@@ -199,7 +199,7 @@ def test_loss_placement_equals_beta_of_trl(adapter, batching, tmp_path):
     theirs = train(GRPOTrainer, tmp_path, beta=0.2, **fields)
     ours = train(KLXGRPOTrainer, tmp_path, kl_penalty_coef=0.2, kl_placement="loss", **fields)
     assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=0, abs=1e-6)
-    # Logged under TRL's name too, once per rollout. Over several micro-batches TRL's is a mean of means.
+    # Also logged under TRL's name, once per rollout. Over several micro-batches TRL's value is a mean of means.
     assert logged(ours, "kl") == logged(ours, "klx/kl_per_token")
     if batching == {}:
         assert logged(ours, "kl") == pytest.approx(logged(theirs, "kl"), rel=1e-5, abs=1e-6)
@@ -219,7 +219,7 @@ def test_loss_placement_applies_the_coefficient_of_the_controller(tmp_path):
         batch = trainer.generated[loss["rollout"]]
         kl = kl_of_tokens(batch["policy"], build_model(), batch, "k3")
         counts = counting(batch)
-        # On policy the surrogate of a sequence is its advantage, and `grpo` averages tokens, then sequences.
+        # On policy, the surrogate of a sequence is its advantage, and `grpo` averages over tokens, then sequences.
         per_sequence = [coef * sum(values) / sum(row) for values, row in zip(kl, counts, strict=True)]
         own = -batch["advantages"].mean().item()
         assert loss["loss"].item() == pytest.approx(own, abs=1e-5)
@@ -227,7 +227,7 @@ def test_loss_placement_applies_the_coefficient_of_the_controller(tmp_path):
 
 
 class KeepsPolicies(recording(KLXGRPOTrainer)):
-    """Keeps the policy that each loss was computed with."""
+    """Keeps the policy of each loss."""
 
     def _compute_loss(self, model, inputs):
         policy = plain_model(self.accelerator.unwrap_model(self.model))
@@ -259,8 +259,8 @@ def test_loss_placement_keeps_the_coefficient_of_the_batch(estimator, batching, 
         kl = torch.tensor(kl_of_tokens(loss["policy"], build_model(), loss, estimator))
         with torch.no_grad():
             ratio = torch.exp(sampled_logps(loss["policy"], loss) - sampled_logps(rollout["policy"], loss))
-        # By default TRL divides the sum over tokens by the tokens of one optimizer step, here the generation batch. The
-        # exact KL is no sample from the rollout's policy, so that no ratio weighs it.
+        # By default TRL divides the sum over tokens by the number of tokens of one optimizer step, here the generation
+        # batch. The exact KL is not sampled from the rollout's policy, so no ratio weighs it.
         weighted = (kl if estimator == "full" else ratio * kl) * loss["completion_mask"]
         expected = coef * weighted.sum().item() / rollout["completion_mask"].sum().item()
         assert (loss["total"] - loss["loss"]).item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -363,7 +363,7 @@ def test_public_attributes(tmp_path):
 
 
 def keep_generator_state(trainer):
-    """Put the random state after an evaluation back to what it was before it."""
+    """Restore the random state after an evaluation."""
 
     class Restore(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
@@ -387,7 +387,7 @@ def keep_generator_state(trainer):
     ids=["batch", "microbatch", "reward", "loss", "trl"],
 )
 def test_evaluation_does_not_touch_training(fields, tmp_path):
-    # Evaluation falls in the middle of each generation batch, which lasts for two optimizer steps.
+    # Evaluation comes in the middle of each generation batch, which lasts for two optimizer steps.
     trainer_class = GRPOTrainer if fields is None else recording(KLXGRPOTrainer)
     control = {"kl_penalty_coef": 0.3, "kl_target": 0.05, "kl_horizon": 100}
     fields = {} if fields is None else control | fields
@@ -484,7 +484,7 @@ def test_a_controller_from_an_entry_point(tmp_path, monkeypatch):
 
 def test_forward_arguments_carry_every_multimodal_key(tmp_path):
     trainer = build_trainer(KLXGRPOTrainer, tmp_path, kl_penalty_coef=0.3)
-    # All that TRL's own log-prob method may be given beside the tokens.
+    # All arguments that TRL's log-prob method may get besides the tokens.
     names = ("_full_logits_logps", "_get_per_token_logps_and_entropies")
     method = next(getattr(GRPOTrainer, name) for name in names if hasattr(GRPOTrainer, name))
     own = {"self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"}

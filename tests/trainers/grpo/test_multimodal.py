@@ -81,7 +81,7 @@ def test_images_reach_policy_and_reference(trainer_class, statistic, tmp_path):
         kl_statistic=statistic,
         gradient_accumulation_steps=2,
         learning_rate=2e-3,
-        # A sampled image token would stand for no image; TRL 1.14 does not see to that.
+        # A sampled image token would have no image, and TRL 1.14 does not prevent it.
         generation_kwargs={"suppress_tokens": [IMAGE_TOKEN]},
     )
     trainer.train()
@@ -100,6 +100,6 @@ def test_images_reach_policy_and_reference(trainer_class, statistic, tmp_path):
     for generated, logged_kl in zip(trainer.generated, logged(trainer, "klx/kl"), strict=True):
         measured = kl_of_tokens(generated["policy"], reference, generated, statistic)
         assert logged_kl == pytest.approx(sum(map(sum, measured)) / len(measured), rel=1e-4, abs=1e-6)
-    # Without the images the numbers would be others.
+    # Without the images the numbers would differ.
     blind = {**batch, "pixel_values": torch.zeros_like(batch["pixel_values"])}
     assert abs(sum(map(sum, kl_of_tokens(batch["policy"], reference, blind))) - sum(map(sum, kl))) > 1e-3

@@ -1,4 +1,4 @@
-"""KLXPPOTrainer: its rollouts, losses and metrics on real runs, against PPO worked out in plain loops."""
+"""KLXPPOTrainer: rollouts, losses and metrics of real runs, against PPO in plain loops."""
 
 import math
 import statistics
@@ -40,7 +40,7 @@ def test_advantages_returns_and_losses(adapter, owner, whiten, tmp_path):
     )
     assert len(trainer.rollouts) == 2 and len(trainer.losses) == 16
     check_losses(trainer, build_model(), value_model=build_scorer() if owner == "model" else None)
-    # Something was clipped, and the policy had left the reference, or less was checked than it seems.
+    # Something was clipped and the policy had left the reference, or the checks would prove little.
     assert max(logged(trainer, "ppo/value_clip_ratio")) > 0.0
     assert max(logged(trainer, "clip_ratio/region_mean")) > 0.0
     assert logged(trainer, "klx/kl")[-1] > 1e-3
@@ -55,7 +55,7 @@ def test_tool_tokens_carry_nothing(owner, tmp_path):
     tools = (rollout["completion_mask"] * (1 - rollout["tool_mask"])).bool()
     assert tools.any()
     assert not rollout["advantages"][tools].any() and not rollout["ppo_returns"][tools].any()
-    # The score is on the last token that the policy wrote, also where a tool had the last word.
+    # The score is on the policy's last token, even if tool tokens follow it.
     tool_last = [
         row
         for row, (mask, real) in enumerate(
@@ -67,7 +67,7 @@ def test_tool_tokens_carry_nothing(owner, tmp_path):
 
 
 def test_what_tools_write_does_not_change_the_estimates(tmp_path):
-    """The same policy tokens with and without a tool token at the end: same values, returns and advantages."""
+    """A tool token at the end changes no values, returns or advantages."""
 
     def tool_at_the_end(prompts, trainer):
         answers = [completion_of(prompt) for prompt in prompts]
@@ -154,7 +154,7 @@ def test_rewards_can_be_whitened(tmp_path):
         numbers = [reward for row in rewards for reward in row.values()]
         mean, scale = statistics.fmean(numbers), math.sqrt(statistics.pvariance(numbers) + 1e-8)
         values = values_by_hand(rollout["value"], rollout["policy"], rollout)
-        # Unit variance, and the mean as it was: handed over as a KL of -reward and no score.
+        # Unit variance and an unchanged mean: passed on as a KL of -reward without a score.
         shaped = [{t: -((reward - mean) / scale + mean) for t, reward in row.items()} for row in rewards]
         _, returns = advantages_by_hand(
             rollout, shaped, values, [0.0] * len(shaped), coef=1.0, gamma=args.gamma, lam=args.lam
@@ -167,7 +167,10 @@ def test_rewards_can_be_whitened(tmp_path):
 
 
 def test_policy_gradient_is_reinforce_with_kl_shaped_returns(tmp_path):
-    """gamma = lam = 1, a value function that is zero, no whitening: `-mean_t(log pi_t * (sum_{s>=t} -coef kl_s + score))`."""
+    """
+    With gamma = lam = 1, a zero value function and no whitening, the loss is
+    `-mean_t(log pi_t * (sum_{s>=t} -coef kl_s + score))`.
+    """
     torch.manual_seed(5)
     reference = build_model(seed=1)
     trainer = train_ppo(
@@ -206,7 +209,7 @@ def test_policy_gradient_is_reinforce_with_kl_shaped_returns(tmp_path):
 
 @pytest.mark.parametrize("owner", ["head", "model"])
 def test_value_gradient_is_that_of_the_squared_error(owner, tmp_path):
-    """With nothing clipped, the gradient of the value function is that of half the mean squared error of its returns."""
+    """Without clipping, the value function's gradient is that of half the mean squared error to its returns."""
     value_model = build_scorer(seed=3) if owner == "model" else None
     trainer = train_ppo(
         tmp_path,
@@ -229,7 +232,7 @@ def test_value_gradient_is_that_of_the_squared_error(owner, tmp_path):
         values = values[:, -rollout["completion_ids"].size(1) - 1 : -1, 0]
         state = {f"model.{name}": parameter for name, parameter in module.named_parameters()}
     else:
-        # The first rollout: no returns have been seen, and values count in units of 1.
+        # The first rollout: no returns have been seen, so the unit of the values is 1.
         values = values_by_hand.__wrapped__(state | {"mean": 0.0, "std": 1.0}, rollout["policy"], rollout)
     real = rollout["ppo_mask"].bool()
     (0.6 * 0.5 * (values - rollout["ppo_returns"])[real].square().mean()).backward()
@@ -269,9 +272,9 @@ def test_micro_batches_do_not_matter(owner, mini_batches, tmp_path):
     for name, weight in weights(whole).items():
         torch.testing.assert_close(weights(cut)[name], weight, atol=1e-5, rtol=0)
     for name in ("loss", "ppo/policy_loss", "ppo/value_loss", "ppo/explained_variance", "klx/kl"):
-        # To the digits of fp32 where they are more: an explained variance may lie far below zero.
+        # Relative to large values, within fp32: an explained variance may be far below zero.
         assert logged(cut, name) == pytest.approx(logged(whole, name), abs=1e-5, rel=1e-6), name
-    # Not 1e-5 in absolute terms: in fp32 the norms, around 20, have six digits.
+    # Not 1e-5 in absolute terms: the norms are around 20, and fp32 has only six digits.
     assert logged(cut, "grad_norm") == pytest.approx(logged(whole, "grad_norm"), rel=1e-5)
 
 
@@ -297,7 +300,7 @@ def some_unscored(completion_ids, **kwargs):
 @pytest.mark.parametrize(
     ("centering", "rewards"),
     [(centering, reward_even_tokens) for centering in ("batch", "microbatch", "group", "sequence", "none")]
-    # A completion without a score counts in the mean, and gets no adjustment.
+    # A completion without a score counts in the mean but gets no adjustment.
     + [(centering, some_unscored) for centering in ("batch", "microbatch")],
 )
 def test_placement_advantage_adds_the_adjustment_to_whitened_advantages(centering, rewards, tmp_path):
@@ -360,7 +363,7 @@ def test_placement_loss_adds_the_controller_s_coefficient_times_the_kl(estimator
         return rollout["coef"] * total
 
     check_losses(trainer, reference, term=term)
-    # The ratio made a difference.
+    # The ratio matters here.
     assert max(ratios) > 1.1 and min(ratios) < 0.9
 
 
@@ -387,7 +390,7 @@ def test_controllers_drive_every_placement(controller, placement, tmp_path):
     else:
         # Too little KL in the first rollout lowers the coefficient, far too much raises it.
         assert coefs[1] < coefs[0] and coefs[-1] > coefs[1]
-    # The applied coefficient is the one before the batch's update.
+    # The applied coefficient is the one from before the batch's update.
     replay = trainer.args.build_kl_controller()
     for coef, kl in zip(coefs, kls, strict=True):
         assert coef == pytest.approx(replay.value, rel=1e-9)
@@ -398,7 +401,7 @@ def test_without_a_penalty_it_is_plain_ppo(tmp_path):
     trainer = record(tmp_path, kl_penalty_coef=0.0)
     assert trainer.kl_reference is None and trainer.kl_controller is None and trainer.ref_model is None
     names = {name for entry in trainer.state.log_history for name in entry if name.startswith("klx/")}
-    assert names == {"klx/kl_update"}  # how far a rollout's steps have moved the policy, which needs no reference
+    assert names == {"klx/kl_update"}  # how far a rollout's steps move the policy, which needs no reference
     updates = logged(trainer, "klx/kl_update")
     assert len(updates) == 8 and updates[0] == pytest.approx(0.0, abs=1e-6) and max(updates) > 1e-3
     assert logged(trainer, "ppo/non_score_reward") == [0.0, 0.0]
@@ -406,7 +409,7 @@ def test_without_a_penalty_it_is_plain_ppo(tmp_path):
 
 
 def test_without_a_penalty_and_with_one_epoch(tmp_path):
-    # TRL has no log-probs of the policy to compute before the loss, but the values are needed.
+    # TRL needs no policy log-probs before the loss, but we need the values.
     trainer = record(tmp_path, kl_penalty_coef=0.0, num_ppo_epochs=1, num_mini_batches=1, max_steps=2)
     check_losses(trainer, build_model())
 

@@ -1,4 +1,4 @@
-"""PPO: what the constructor takes, and tokenized data."""
+"""PPO: constructor arguments and tokenized data."""
 
 import warnings
 
@@ -85,7 +85,7 @@ def test_config_is_made_if_there_is_none(tmp_path, monkeypatch):
 
 
 def test_fewer_prompts_than_a_rollout_takes_are_refused(tmp_path):
-    # TRL's sampler gives nothing then, and training ends before its first step without an error.
+    # TRL's sampler would then yield nothing, and training would end before its first step without an error.
     with pytest.raises(ValueError, match=r"`train_dataset` has 7 prompts, but a rollout needs 8\. Add prompts"):
         build_ppo(tmp_path, dataset=build_dataset(7), per_device_train_batch_size=8)
     build_ppo(tmp_path, dataset=build_dataset(4), per_device_train_batch_size=8, num_generations=2)
@@ -171,7 +171,7 @@ def test_special_tokens_of_the_prompt_stay(tmp_path):
 
 def test_tokens_that_the_text_does_not_give_back_warn(tmp_path):
     tokenizer = tokenizer_with_bos()
-    dataset = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 8})  # without the BOS that the tokenizer adds
+    dataset = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 8})  # without the BOS that the tokenizer would add
     args = KLXPPOConfig(output_dir=str(tmp_path), **(RUN | {"num_generations": 1}))
     with pytest.warns(UserWarning, match="tokenizing this text gives different tokens"):
         KLXPPOTrainer(

@@ -1,4 +1,4 @@
-"""PPO learns, and the controllers hold the KL: whole runs on a task that any policy can learn."""
+"""PPO learns, and the controllers hold the KL: full runs on a task that any policy can learn."""
 
 import statistics
 
@@ -57,7 +57,7 @@ def test_ppo_learns(kind, seed, tmp_path):
         cliprange_value=0.5,
     )
     rewards = logged(trainer, "reward")
-    # The first window has seen two rollouts, the second after one update.
+    # The first window covers two rollouts, the second of them after one update.
     assert rewards[0] < 4 * CHANCE
     assert learned.reward > 0.9, rewards
     assert learned.explained > 0.5, logged(trainer, "ppo/explained_variance")
@@ -92,7 +92,7 @@ def test_kl_is_held(controller, tmp_path):
     kls, target = logged(trainer, "klx/kl"), controller["kl_target"]
     last_quarter = statistics.fmean(kls[-len(kls) // 4 :])
     assert last_quarter == pytest.approx(target, rel=0.2), kls
-    # It was the controller's doing: the coefficient went both ways, and the reward is there to pull the KL up.
+    # The controller did it: the coefficient went both ways, and the reward pulls the KL up.
     coefs = logged(trainer, "klx/coef")
     assert max(coefs) > 1.5 * min(coefs) and min(coefs) < 0.05 < max(coefs)
     assert statistics.fmean(logged(trainer, "reward")[-20:]) > 4 * CHANCE

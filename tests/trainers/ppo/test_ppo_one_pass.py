@@ -1,4 +1,4 @@
-"""A rollout that goes through the loss at once and only once: nothing but the loss's forward scores the policy."""
+"""A rollout that is used in a single pass: only the loss's forward pass scores the policy."""
 
 from contextlib import nullcontext
 
@@ -10,6 +10,9 @@ from support.forward_counts import count_rows
 from support.ppo_checks import check_losses, record, scripted
 from support.tiny import build_dataset, build_model, logged, watch_projections, weights
 from support.tiny_ppo import build_ppo, build_scorer, train_ppo
+
+
+pytestmark = pytest.mark.slow
 
 
 ONE_PASS = {
@@ -71,7 +74,7 @@ def test_scoring_at_generation_would_change_nothing(fields, tmp_path, monkeypatc
     for name in ("loss", "klx/kl", "klx/coef", "ppo/score", "ppo/explained_variance", "eval_loss", "eval_klx/kl"):
         assert logged(late, name) == pytest.approx(logged(early, name), rel=1e-4, abs=1e-6), name
         assert logged(late, name)
-    if fields.get("kl_centering") != "microbatch":  # which is logged early without its adjustment
+    if fields.get("kl_centering") != "microbatch":  # which is logged early, without its adjustment
         assert list(late._logs["advantages"]) == pytest.approx(list(early._logs["advantages"]), abs=1e-4)
     for name, weight in weights(early).items():
         torch.testing.assert_close(weights(late)[name], weight, atol=1e-4, rtol=1e-3)

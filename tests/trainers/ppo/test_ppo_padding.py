@@ -1,4 +1,4 @@
-"""Padding that has no row in the embeddings changes nothing: not the losses, not the weights, not what is saved."""
+"""Padding without an embedding changes nothing: not the losses, the weights, or the saved files."""
 
 import copy
 
@@ -24,12 +24,12 @@ from trl_klx.ppo.padding import SkipPadding, skip_padding
 
 
 ROWS = len(SPECIALS) + len(WORDS)
-# The policy must not sample token 0, which is padding for the one tokenizer and a word for the other.
+# The policy must not sample token 0, which is padding for one tokenizer and a word for the other.
 SAMPLING = {"generation_kwargs": {"suppress_tokens": [0]}}
 
 
 def build_prompts() -> Dataset:
-    """Prompts of one to five words, so that every batch of them is padded."""
+    """Prompts of one to five words, so that every batch is padded."""
     return Dataset.from_dict({"prompt": [" ".join(WORDS[i % 20 : i % 20 + 1 + i % 5]) for i in range(32)]})
 
 
@@ -55,10 +55,10 @@ def settings_of(case: str) -> dict:
     elif case == "moving reference":
         settings["kl_ref_sync_steps"] = 2
     elif case == "full":
-        # The exact KL can be penalised in the loss alone.
+        # The exact KL can be penalised only in the loss.
         settings |= {"kl_placement": "loss", "kl_estimator": "full", "kl_statistic": "full"}
     elif case == "stop strings":
-        # They need a tokenizer that can cut a text anywhere.
+        # They need a tokenizer that can split a text anywhere.
         settings |= {"stop_strings": ["a", "b", "c", "d"], "model": build_model(vocab_size=len(byte_tokenizer()))}
         settings["rewards"] = reward_even_tokens
         extras = {}

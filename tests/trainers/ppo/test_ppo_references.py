@@ -1,4 +1,4 @@
-"""PPO: frozen layers, references and stop texts."""
+"""PPO: frozen layers, references and stop strings."""
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ def test_reference_model_may_be_a_peft_model(tmp_path):
 
 
 def two_adapters() -> PeftModel:
-    """A policy with an adapter `default` and another, `sft`, that differ and are not zero."""
+    """A policy with two different nonzero adapters, `default` and `sft`."""
     policy = trained_lora(seed=1)
     policy.add_adapter("sft", lora())
     other = trained_lora(seed=2)
@@ -175,7 +175,7 @@ def test_two_adapters_of_one_policy(trained, frozen, tmp_path):
         name for name, weight in weights(trainer).items() if name in before and not torch.equal(before[name], weight)
     }
     assert moved and all(f".{trained}." in name for name in moved)
-    # Only the trained adapter is saved, and a new trainer goes on from it.
+    # Only the trained adapter is saved, and a new trainer continues from it.
     folders = {
         path.parent.relative_to(tmp_path / "checkpoint-4").as_posix()
         for path in tmp_path.rglob("adapter_model.safetensors")
@@ -275,12 +275,12 @@ def test_stop_token_ends_completions(tmp_path):
     ]
     assert any(row[-1] == 7 for row in rows) and any(row[-1] == EOS for row in rows)
     assert all(7 not in row[:-1] and EOS not in row[:-1] for row in rows)
-    # It is an end like EOS: no penalty for it. The return of the first token is the score.
+    # It ends the completion like EOS, without a penalty. The return of the first token is the score.
     for row, score, outcome in zip(rows, rollout["rewards"][:, 0].tolist(), rollout["ppo_returns"], strict=True):
         cut_off = row[-1] not in (7, EOS)
         assert float(outcome[0]) == pytest.approx(score - 5.0 * cut_off, abs=1e-5)
     assert any(row[-1] not in (7, EOS) for row in rows)
-    # The policy that users load generates as it did before.
+    # The policy that users load generates as before.
     assert trainer.model.generation_config.eos_token_id == EOS
 
 
@@ -319,7 +319,7 @@ def test_stop_strings_end_completions(adapter, pad, tmp_path):
         args=args,
         model=build_model(vocab_size=len(tokenizer)),
         reward_funcs=reward,
-        # Some prompts end with the beginning of a text, which ends nothing.
+        # Some prompts end with the beginning of a stop string, which ends nothing.
         train_dataset=Dataset.from_dict({"prompt": ["ca", "bb", "aa", "c"] * 8}),
         processing_class=tokenizer,
         **parts(adapter, "head"),
@@ -335,13 +335,13 @@ def test_stop_strings_end_completions(adapter, pad, tmp_path):
     for row, (ids, mask, counted) in enumerate(rows):
         real = [token for token, counts in zip(ids, mask, strict=True) if counts]
         text = tokenizer.decode(real)
-        # What comes after the end is padding, and does not count.
+        # Everything after the end is padding, and does not count.
         assert 0 not in real and counted == mask and set(ids[len(real) :]) <= {tokenizer.pad_token_id}
         assert not any(stop in text[:-1] for stop in ("ab", "cc")) and EOS not in real[:-1]
         stopped, ended = text.endswith(("ab", "cc")), real[-1] == EOS
         kinds.append("stop" if stopped else "eos" if ended else "cut off")
         assert stopped or ended or len(real) == 8
-        # A text is an end like EOS: no penalty for it. The return of the first token is the score.
+        # A stop string ends the completion like EOS, without a penalty. The return of the first token is the score.
         expected = float(len(texts[row])) - (0.0 if stopped or ended else 5.0)
         assert float(rollout["ppo_returns"][row, 0]) == pytest.approx(expected, abs=1e-5)
     assert set(kinds) == {"stop", "eos", "cut off"}

@@ -1,4 +1,4 @@
-"""A reward model with the policy's tokenizer reads the very tokens of the rollout, whatever their text would become."""
+"""A reward model with the policy's tokenizer reads the rollout's tokens, not their retokenized text."""
 
 import copy
 
@@ -25,7 +25,7 @@ from trl_klx.ppo.rollout_tokens import RolloutTokens
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
-    """Has tokens for pairs of letters, so that letters that were sampled one by one come back as pairs."""
+    """A tokenizer with tokens for pairs of letters, so that letters sampled one by one come back as pairs."""
     letters = [chr(ord("a") + index) for index in range(7)]
     pairs = [(one, other) for one in letters[:3] for other in letters]
     vocabulary = [*SPECIALS, *letters, *(one + other for one, other in pairs)]
@@ -63,7 +63,7 @@ def test_the_model_receives_the_tokens_that_were_sampled(build, tmp_path):
     scorer, calls = watched_scorer()
     words = ["abg", "de", "fa", "gcab", "ed", "f", "gg", "bad"] if build is merging_tokenizer else WORDS[:8]
     prompts = [" ".join(words[: 1 + i % 3]) if build is not merging_tokenizer else words[i] for i in range(8)]
-    # Each completion of its own length, some ended by EOS, and none with token 0, which may be padding.
+    # Completions of different lengths, some ended by EOS, and none with token 0, which may be padding.
     trainer = record(
         tmp_path,
         rewards=None,
@@ -73,12 +73,12 @@ def test_the_model_receives_the_tokens_that_were_sampled(build, tmp_path):
     check_calls(calls, trainer.rollouts, tokenizer.pad_token_id)
     rows = [row for rollout in trainer.rollouts for row in sampled_rows(rollout)]
     assert len({len(row) for row in rows}) > 1
-    # The text would have become other tokens.
+    # Retokenized, the text would give other tokens.
     changed = [round_trip(tokenizer, row) != row for row in rows]
     assert all(changed) if build is tokenizer_with_bos else any(changed)
     if build is tokenizer_with_bos:
         assert all(row[0] == tokenizer.bos_token_id for row in rows)
-    # And the rewards are what it said to them.
+    # The rewards are the model's scores of these tokens.
     plain = build_scorer(seed=9)
     for rollout in trainer.rollouts:
         with torch.no_grad():
@@ -110,7 +110,7 @@ def test_what_tools_wrote_is_read_too(tmp_path):
 
 
 def test_beside_reward_functions_and_a_model_with_its_own_tokenizer(tmp_path):
-    """Only `reward_model` reads tokens; a model in `reward_funcs` has a tokenizer of its own."""
+    """Only `reward_model` reads tokens; a model in `reward_funcs` has its own tokenizer."""
     (scorer, calls), (other, texts) = watched_scorer(), watched_scorer()
     trainer = record(
         tmp_path,
@@ -166,8 +166,8 @@ def test_tokens_are_forgotten_after_the_rollout(tmp_path):
 
 
 def test_without_a_tokenizer_the_model_reads_the_text(tmp_path):
-    """TRL then loads the tokenizer of either model by its name, and they need not be the same."""
-    # Not the tiny Qwen2, for which transformers would not load the tokenizer as it was saved.
+    """TRL then loads each model's tokenizer by name, and the two may differ."""
+    # Not the tiny Qwen2, whose tokenizer transformers would not load as it was saved.
     policy = LlamaForCausalLM(build_scorer().config)
     for name, model in (("policy", policy), ("reward", build_scorer(seed=9))):
         model.save_pretrained(tmp_path / name)
@@ -195,7 +195,7 @@ def test_without_a_tokenizer_the_model_reads_the_text(tmp_path):
         assert row[mask.bool()].tolist() == tokenizer(text)["input_ids"]
 
 
-# ---- The stand-in by itself ----
+# ---- The stand-in alone ----
 
 
 def test_outside_of_generation_it_is_the_tokenizer():
@@ -209,7 +209,7 @@ def test_outside_of_generation_it_is_the_tokenizer():
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = tokens.no_such_thing
     assert copy.deepcopy(tokens).pad_token_id == 1
-    # A rollout without tokens, as of a trainer that generates in its own way.
+    # A rollout without tokens, as from a trainer with its own generation.
     assert RolloutTokens(tokenizer, Rollout)(text="w1")["input_ids"] == [5]
 
 

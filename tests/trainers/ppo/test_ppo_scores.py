@@ -1,4 +1,4 @@
-"""PPO: scores, data, metrics, and the options of TRL's loss."""
+"""PPO: scores, data, metrics, and TRL's loss options."""
 
 import json
 import math
@@ -24,6 +24,9 @@ from support.tiny_ppo import (
 )
 from trl_klx import KLXPPOConfig
 from trl_klx.ppo.reward_scaling import RewardScaler
+
+
+pytestmark = pytest.mark.slow
 
 
 # ---- Scores ----
@@ -85,7 +88,7 @@ def test_reward_scaling(kind, cliprange, tmp_path):
         if cliprange is not None:
             scores = [min(max(score, -cliprange), cliprange) for score in scores]
         check_rollout(trainer, rollout, build_model().eval(), scores)
-    # Evaluation was scaled by what training had seen, and taught the scaler nothing.
+    # Evaluation is scaled by the statistics of training, and does not update them.
     if kind != "none":
         assert trainer._ppo_scaler.count == len(seen) == 24
         assert trainer._ppo_scaler.mean == pytest.approx(statistics.fmean(seen), abs=1e-6)
@@ -95,12 +98,12 @@ def test_reward_scaling(kind, cliprange, tmp_path):
 def test_scaler_waits_for_scores_that_differ():
     scaler = RewardScaler("ref")
     everything = torch.ones(2, dtype=torch.bool)
-    # A rollout of equal scores has no deviation to divide by, and must not settle it for the whole run.
+    # A rollout of equal scores has no deviation, and must not fix the scale for the whole run.
     assert scaler(torch.tensor([3.0, 3.0]), everything, update=True).tolist() == [3.0, 3.0]
     # 3, 3, 1, 5: mean 3, squares 8, deviation sqrt(8 / 3).
     scaled = scaler(torch.tensor([1.0, 5.0]), everything, update=True)
     assert scaled.tolist() == pytest.approx([1.0 / math.sqrt(8 / 3), 5.0 / math.sqrt(8 / 3)], rel=1e-6)
-    # From here on it stays.
+    # From here on it is fixed.
     scaled = scaler(torch.tensor([100.0, -100.0]), everything, update=True)
     assert scaled.tolist() == pytest.approx([100.0 / math.sqrt(8 / 3), -100.0 / math.sqrt(8 / 3)], rel=1e-6)
 
@@ -134,7 +137,7 @@ def test_several_reward_functions_with_weights(tmp_path):
 
 
 def text_scores(model, tokenizer, rollout) -> list[float]:
-    """What a reward model says to prompt and completion as text."""
+    """A reward model's scores of prompt and completion as text."""
     scores = []
     for prompt, mask, completion, real in zip(
         *(rollout[name].tolist() for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")),
@@ -142,7 +145,7 @@ def text_scores(model, tokenizer, rollout) -> list[float]:
     ):
         prompt = [token for token, counts in zip(prompt, mask, strict=True) if counts]
         completion = [token for token, counts in zip(completion, real, strict=True) if counts]
-        # Decoded and tokenized again, as TRL does: special tokens go, and nothing separates the two texts.
+        # Decoded and tokenized again, as TRL does: special tokens are dropped, and nothing separates the two texts.
         text = tokenizer.decode(prompt) + tokenizer.decode(completion, skip_special_tokens=True)
         ids = torch.tensor([tokenizer(text)["input_ids"]])
         with torch.no_grad():
@@ -151,7 +154,7 @@ def text_scores(model, tokenizer, rollout) -> list[float]:
 
 
 def token_scores(model, rollout) -> list[float]:
-    """What a reward model says to the tokens of prompt and completion as they were sampled."""
+    """A reward model's scores of prompt and completion as sampled tokens."""
     scores = []
     for row in range(len(rollout["completion_ids"])):
         real = [rollout[f"{part}_ids"][row][rollout[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")]
@@ -181,7 +184,7 @@ def test_reward_model(given, tmp_path):
         by_text = text_scores(build_scorer(seed=9), tokenizer, rollout)
         by_token = token_scores(build_scorer(seed=9), rollout)
         assert by_text != pytest.approx(by_token, abs=1e-2)
-        # Given by path it has a tokenizer of its own, and reads the text.
+        # A model given by path has its own tokenizer, and reads the text.
         expected = by_token if given == "instance" else by_text
         assert rollout["rewards"][:, 0].tolist() == pytest.approx(expected, abs=1e-5)
         check_rollout(trainer, rollout, build_model().eval())
@@ -290,7 +293,7 @@ def test_evaluation(tmp_path):
     assert entries[0]["eval_klx/kl"] > 0.0
     for rollout in evaluated:
         check_rollout(trainer, rollout, build_model().eval())
-    # Evaluation moved neither the controller nor what training logs.
+    # Evaluation changes neither the controller nor the logs of training.
     change = min(max(logged(trainer, "klx/kl")[0] / 0.01 - 1, -0.2), 0.2) * 8 / 100
     assert logged(trainer, "klx/coef") == pytest.approx([0.2, 0.2 * (1 + change)], rel=1e-6)
     # The loss of an evaluation: the mean over its batches, each normalised by its own tokens.
@@ -323,7 +326,7 @@ def test_completions_are_logged_with_ppo_s_advantages(tmp_path, capsys):
 
 @pytest.mark.parametrize("window", [4, 6])
 def test_explained_variance_is_that_of_all_tokens_of_the_window(window, tmp_path):
-    # The same prompts in every rollout, and rewards that follow from them: a critic can learn these in a few steps.
+    # The same prompts in every rollout, with rewards that depend only on them: a critic learns these in a few steps.
     trainer = record(
         tmp_path,
         max_steps=12,

@@ -1,4 +1,4 @@
-"""PPO's value function, frozen layers, references, stops and constructor: what is trained, saved, shared and refused."""
+"""PPO's value function: how it is trained, scaled, saved, restored and refused."""
 
 import copy
 import json
@@ -59,7 +59,7 @@ def test_value_function_is_trained(adapter, owner, tmp_path):
     assert all(parameter.requires_grad for parameter in module.parameters())
     assert all(f"klx_value.{name}" in trainer.gradients[1] for name, _ in module.named_parameters())
     moved = [name for name, weight in value_state(trainer).items() if not torch.equal(before[name], weight)]
-    # Embeddings of tokens that never occurred stay, and are part of a larger tensor that moved.
+    # Embeddings of tokens that never occurred do not move, but they are part of a larger tensor that does.
     assert moved == list(before)
 
 
@@ -68,7 +68,8 @@ def test_no_second_forward_with_a_head(tmp_path):
     trainer = build_ppo(tmp_path, max_steps=4, num_ppo_epochs=4, kl_penalty_coef=0.0)
     trainer.model.model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     trainer.train()
-    # One pass with gradients per step; without: the sampled tokens, and the log-probs that TRL needs for four epochs.
+    # One pass with gradients per step. Without gradients: generation, and the log-probs that TRL needs for four
+    # epochs.
     assert calls.count(True) == 4 and calls.count(False) == RUN["max_completion_length"] + 1
 
 
@@ -86,18 +87,18 @@ def test_head_starts_at_zero_and_draws_no_random_numbers():
 
 @ADAPTERS
 def test_value_loss_moves_the_policy_only_when_asked_to(adapter, tmp_path):
-    """The gradient of the policy with a value loss of any size is that without one, unless the head is not detached."""
+    """With a detached head, a value loss of any size does not change the policy's gradient."""
     gradients = {}
     for name, fields in {
         "none": {"vf_coef": 0.0},
         "detached": {"vf_coef": 50.0},
-        # On the last hidden states: copies of all layers of the tiny model would leave only its embeddings to share.
+        # On the last hidden states: copies of all layers of the tiny model would share only its embeddings.
         "shared": {"vf_coef": 50.0, "value_head_detached": False, "num_value_layers": 0},
     }.items():
         settings = {"max_steps": 2, "num_ppo_epochs": 2, "learning_rate": 0.0} | fields
         trainer = build_ppo(tmp_path, RecordingPPOTrainer, extras=parts(adapter, "head"), **settings)
         with torch.no_grad():
-            trainer.value_function.module.outer.weight.fill_(0.1)  # at 0 it would pass no gradient on
+            trainer.value_function.module.outer.weight.fill_(0.1)  # at 0 it would pass on no gradient
         trainer.train()
         gradients[name] = {key: value for key, value in trainer.gradients[0].items() if "klx_value" not in key}
     assert gradients["none"]
@@ -151,7 +152,7 @@ def test_layers_that_are_not_in_one_list_are_refused(tmp_path):
     model.config.num_hidden_layers = 3
     with pytest.raises(ValueError, match=r"its layers are not in one list\. Set `num_value_layers=0`"):
         copy_top_layers(model, 2)
-    # With a head on the last hidden states such a policy trains.
+    # Such a policy trains with a head on the last hidden states.
     train_ppo(tmp_path, model=model, num_value_layers=0, max_steps=1)
 
 
@@ -164,7 +165,7 @@ def test_layers_are_those_that_read_the_text():
 
 def test_layers_that_are_called_more_than_once_are_refused(tmp_path):
     class Twice(torch.nn.Module):
-        """Calls a layer twice, as models do that share layers."""
+        """Calls a layer twice, like models that share layers."""
 
         def __init__(self, layer):
             super().__init__()
@@ -181,7 +182,7 @@ def test_layers_that_are_called_more_than_once_are_refused(tmp_path):
 
 
 def test_layers_of_weights_in_parts_are_copied_whole(monkeypatch):
-    """As under ZeRO-3, where a weight is empty and its parts are joined."""
+    """As under ZeRO-3, where a weight is empty until its parts are gathered."""
     model, whole = build_model(), {}
     for weight in model.model.layers[1].parameters():
         whole[weight] = weight.data.clone()
@@ -217,14 +218,14 @@ def test_head_is_fp32_under_bf16(how, tmp_path):
 
 
 def test_values_count_in_units_of_the_returns(tmp_path):
-    """Rewards a thousand times as large: the same value loss from the second rollout on, and values a thousand times."""
+    """Rewards a thousand times larger give the same value loss from the second rollout on, and values that scale."""
     logs, values = [], []
     for factor in (1.0, 1000.0):
         trainer = train_ppo(
             tmp_path,
             RecordingPPOTrainer,
             rewards=lambda completion_ids, factor=factor, **kwargs: [factor * ids[0] for ids in completion_ids],
-            # Nothing learns, so that both runs have the same rollouts; the mean and the scale do the rest.
+            # Nothing learns, so both runs have the same rollouts; only the mean and the scale adapt.
             learning_rate=1e-12,
             value_learning_rate=1e-12,
             kl_penalty_coef=0.0,
@@ -258,7 +259,7 @@ def test_return_scale_by_hand():
     again = ReturnScale()
     scale.observe(torch.tensor([2.0, 0.0, 8.0], dtype=torch.float64))
     again.load_state_dict(scale.state_dict(), torch.device("cpu"))
-    # Both those in use, as for an evaluation, and those of the next rollout.
+    # Both the units in use, as for an evaluation, and those of the next rollout.
     assert (again.mean, again.std) == (scale.mean, scale.std)
     before = scale.mean
     scale.advance(), again.advance()
@@ -308,7 +309,7 @@ def test_policy_and_value_function_are_clipped_apart(owner, tmp_path):
     for (policy, value), after in norms:
         assert policy > 1e-3 and value > 1e-3
         assert after == pytest.approx([1e-3, 1e-3], rel=1e-2)
-    # What is logged is the policy's.
+    # The logged norm is the policy's.
     assert logged(trainer, "grad_norm") == pytest.approx([before[0] for before, _ in norms], rel=1e-4)
 
 
@@ -418,7 +419,7 @@ def test_value_function_is_in_checkpoints_and_in_nothing_that_is_loaded(adapter,
     assert (tmp_path / "checkpoint-2" / "value_function.safetensors").is_file()
     for folder in (tmp_path / "final", tmp_path / "by_hand"):
         assert not (folder / "value_function.safetensors").exists()
-    # And it is still where it was.
+    # It has not moved.
     assert trainer.model.klx_value is trainer.value_function.module
 
 
@@ -456,7 +457,7 @@ def test_a_copy_of_the_policy_saves_itself(tmp_path):
 @ADAPTERS
 def test_vllm_is_not_sent_the_value_function(adapter, owner, tmp_path):
     trainer = build_ppo(tmp_path, extras=parts(adapter, owner))
-    # TRL's own walk over the parameters that go to vLLM, without an engine at its end.
+    # TRL's own loop over the parameters for vLLM, without an engine.
     sync = object.__new__(VLLMGeneration)
     sync.model, sync.accelerator, sync._dist = trainer.model, trainer.accelerator, trainer._dist
     policy = {name for name, _ in build_model().named_parameters()}
@@ -468,7 +469,7 @@ def test_vllm_is_not_sent_the_value_function(adapter, owner, tmp_path):
 
 
 def test_weight_sync_of_a_trainer_with_vllm_goes_without_the_value_function(tmp_path):
-    # The engine itself is not here; what the trainer does to its weight sync is the same with any.
+    # There is no engine here; the trainer treats every engine's weight sync the same way.
     seen = []
 
     class Engine:
@@ -500,16 +501,16 @@ def test_weight_sync_of_a_trainer_with_vllm_goes_without_the_value_function(tmp_
 
 def test_best_model_comes_with_its_value_function(tmp_path, caplog):
     trainer = build_ppo(
-        tmp_path, max_steps=4, num_ppo_epochs=1, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
-        per_device_eval_batch_size=4, load_best_model_at_end=True, metric_for_best_model="eval_ppo/score",
-        greater_is_better=True, rewards=falling_reward(), extras={"eval_dataset": build_dataset(4)},
-        reward_scaling="ref",
+        tmp_path, max_steps=4, num_ppo_epochs=1, save_strategy="steps", save_steps=1, eval_strategy="steps",
+        eval_steps=1, per_device_eval_batch_size=4, load_best_model_at_end=True,
+        metric_for_best_model="eval_ppo/score", greater_is_better=True, rewards=falling_reward(),
+        extras={"eval_dataset": build_dataset(4)}, reward_scaling="ref",
     )  # fmt: skip
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     best = load_file(tmp_path / "checkpoint-1" / "value_function.safetensors")
     assert all(torch.equal(best[name], weight) for name, weight in value_state(trainer).items())
-    # And with the units in which it counts, and what scales the rewards: those of the best step, not of the last.
+    # The units of the values and the scale of the rewards are also those of the best step, not of the last.
     states = [json.loads((tmp_path / f"checkpoint-{step}" / "ppo_state.json").read_text()) for step in (1, 4)]
     restored = trainer._ppo_scaler.state_dict() | {"return_moments": trainer.value_function.scale.state_dict()}
     assert restored == states[0] != states[1]

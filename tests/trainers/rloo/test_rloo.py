@@ -1,4 +1,4 @@
-"""KLXRLOOTrainer: what its penalty does to real batches of TRL's trainer, in every placement and setting."""
+"""KLXRLOOTrainer: the effect of its penalty on real batches of TRL's trainer, in every placement and setting."""
 
 import functools
 import math
@@ -35,7 +35,7 @@ from trl_klx.maths.losses import clipped_surrogate
 from trl_klx.trainers import rloo
 
 
-# What can be penalised through rewards and advantages.
+# Estimators that can be penalised through rewards and advantages.
 ESTIMATORS = ("k1", "importance")
 CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
 LORA = {"peft_config": lora()}
@@ -43,7 +43,7 @@ ACCUMULATED = {"gradient_accumulation_steps": 2}
 
 
 def expected_adjustment(trainer, loss, reference, estimator="k1", discount=0.0) -> torch.Tensor:
-    """What each token of a micro-batch should get beside the advantage of its sequence."""
+    """The expected adjustment of each token in a micro-batch, in addition to its sequence's advantage."""
     batch, rows = trainer.generated[loss["rollout"]], loss["row"].tolist()
     counts = counting(batch)
     kl = kl_of_tokens(batch["policy"], reference, batch, estimator, trainer.args.temperature)
@@ -57,7 +57,7 @@ def check_adjustments(trainer, estimator="k1", discount=0.0) -> None:
     for loss in trainer.losses:
         expected = expected_adjustment(trainer, loss, reference, estimator, discount)
         torch.testing.assert_close(loss["klx_adjustment"], expected, atol=1e-5, rtol=0)
-        # One advantage per sequence is all that TRL's loss can take.
+        # TRL's loss takes only one advantage per sequence.
         batch = trainer.generated[loss["rollout"]]
         assert torch.equal(loss["advantages"], batch["advantages"][loss["row"]])
         largest = max(largest, expected.abs().max().item())
@@ -166,7 +166,7 @@ def move(model, seed: int) -> None:
 
 
 def first_batch(trainer) -> dict:
-    """What the loss gets first, for a policy that has already left its reference."""
+    """The first inputs of the loss, for a policy that has already left its reference."""
     move(trainer.model, seed=3)
     trainer.model.train()
     return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
@@ -197,7 +197,7 @@ def test_gradient_is_that_of_per_token_advantages(centering, tmp_path):
     logps = sampled_logps(policy, batch)
     per_token = (batch["advantages"].unsqueeze(1) + adjustment) * logps * batch["completion_mask"]
     assert_same_gradients(ours, gradients(policy, -per_token.sum(1).mean()))
-    # The adjustment is a part of it that matters.
+    # The adjustment is a substantial part of it.
     per_sequence = batch["advantages"] * (sampled_logps(policy, batch) * batch["completion_mask"]).sum(1)
     with pytest.raises(AssertionError):
         assert_same_gradients(ours, gradients(policy, -per_sequence.mean()))
@@ -207,7 +207,7 @@ def expected_adjustment_of_first(trainer, batch):
     counts = counting(batch)
     kl = discounted(kl_of_tokens(plain_model(trainer.model), build_model(), batch), counts, trainer.args.kl_discount)
     everything = list(range(len(kl)))
-    # The rows were shuffled, so that groups are found by their prompts.
+    # The rows were shuffled, so groups are found by their prompts.
     sets = {
         "none": None,
         "sequence": [[row] for row in everything],
@@ -227,7 +227,7 @@ def test_surrogate_numbers():
     logps = (old + torch.tensor([[1.0, 2.0, 0.5]]).log()).requires_grad_()
     for advantage, values, slopes in (
         (2.0, [2.0, 2.4, 1.0], [2.0, 0.0, 1.0]),  # 1 * 2, min(4, 1.2 * 2), min(0.5 * 2, 0.8 * 2)
-        (-2.0, [-2.0, -4.0, -1.6], [-2.0, -4.0, 0.0]),  # the same with the clipped one the better bargain below
+        (-2.0, [-2.0, -4.0, -1.6], [-2.0, -4.0, 0.0]),  # 1 * -2, min(-4, 1.2 * -2), min(0.5 * -2, 0.8 * -2)
     ):
         surrogate = clipped_surrogate(logps, old, torch.full_like(old, advantage), 0.2, 0.2)
         torch.testing.assert_close(surrogate, torch.tensor([values]))
@@ -337,7 +337,7 @@ def test_loss_placement(estimator, batching, tmp_path):
 @pytest.mark.parametrize("moved", [False, True], ids=["on policy", "off policy"])
 @pytest.mark.parametrize("estimator", ["k2", "k3", "full"])
 def test_loss_placement_gradient(estimator, moved, tmp_path):
-    # A ratio beyond the clipping range would take its sequence out of TRL's own loss.
+    # A ratio beyond the clipping range would remove its sequence from TRL's own loss.
     trainer = build_trainer(
         recording(KLXRLOOTrainer),
         tmp_path,

@@ -80,7 +80,7 @@ def test_no_nan_is_written(tmp_path, value):
 
 
 class Unwritable:
-    """An entry that fails only after much has been written."""
+    """A value that cannot be written. It comes last, after much that can."""
 
 
 @pytest.mark.parametrize("existing", [False, True])

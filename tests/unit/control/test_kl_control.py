@@ -570,7 +570,7 @@ def test_only_trls_own_loss_is_given_advantages_per_token(host, folds, tmp_path)
 
 def test_a_mixin_above_ours_does_not_change_where_the_adjustment_enters(tmp_path):
     class Counting:
-        """Inspects the loss that we return, without a loss of its own."""
+        """Inspects the loss that we return, and adds none."""
 
         computed = 0
 

@@ -98,20 +98,21 @@ class TestPID:
         controller = PIDKLController(0.1, target=4.0, kp=1.0, ki=0.1, kd=10.0)
         # x = sqrt(4 / 4) = 1: nothing left to go, no speed yet.
         assert controller.update(4.0, 64) == pytest.approx(0.1)
-        # x = 1.2, surprise 0.2: distance 1.1, speed 0.06 (the greatest so far). Wanted: 1 / 10 * -0.1 = -0.01. Scatter
-        # 0.9 * (0.9 * 0.04) + 0.1 * 0.2 = 0.0524, so the gain is 10, below 1 / 0.0524 and 3 / 0.06. e = 10 * 0.07 = 0.7.
-        # Trend: 0.03 * 2 * 0.1 * 0.7 = 0.0042. Integral: 0.1 * (1 + 3 * 0.1) * 0.7 + 0.0042 = 0.0952.
+        # x = 1.2, surprise 0.2: distance 1.1, speed 0.06 (the greatest so far). Wanted: 1 / 10 * -0.1 = -0.01.
+        # Scatter 0.9 * (0.9 * 0.04) + 0.1 * 0.2 = 0.0524, so the gain is 10, below 1 / 0.0524 and 3 / 0.06.
+        # e = 10 * 0.07 = 0.7. Trend: 0.03 * 2 * 0.1 * 0.7 = 0.0042.
+        # Integral: 0.1 * (1 + 3 * 0.1) * 0.7 + 0.0042 = 0.0952.
         assert controller.update(5.76, 64) == pytest.approx(0.1 * math.exp(0.7952))
         # x = 0.96, predicted 1.16, surprise -0.2: distance 1.06, speed 0, greatest 0.0594. Wanted -0.006, e = 0.06.
-        # Trend: 0.97 * 0.0042 + 0.03 * 2 * 0.1 * 0.06 = 0.004434. Integral: 0.0952 + 0.1 * (1 + 3 * 0.06) * 0.06 + 0.004434
-        # = 0.106714.
+        # Trend: 0.97 * 0.0042 + 0.03 * 2 * 0.1 * 0.06 = 0.004434.
+        # Integral: 0.0952 + 0.1 * (1 + 3 * 0.06) * 0.06 + 0.004434 = 0.106714.
         assert controller.update(4 * 0.96**2, 64) == pytest.approx(0.1 * math.exp(0.166714))
 
     @pytest.mark.parametrize(
         "kl, error",
         [
-            # Far off: x is cut at 3, distance 2, speed 0.3 * 2 = 0.6; gain 1 / (0.9 * 0.036 + 0.2) = 4.3; wanted 0.075 * -1.
-            # 4.3 * 0.675 = 2.9 exceeds the limit.
+            # Far off: x is clipped to 3, distance 2, speed 0.3 * 2 = 0.6; gain 1 / (0.9 * 0.036 + 0.2) = 4.3;
+            # wanted 0.075 * -1; 4.3 * 0.675 = 2.9 exceeds the limit.
             (4e8, 1.5),
             # At 0: distance 0.5, speed -0.3; gain 1 / (0.0324 + 0.1) = 7.55; wanted 0.0375; 7.55 * -0.3375 = -2.5.
             (0.0, -1.5),

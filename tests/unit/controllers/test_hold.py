@@ -42,7 +42,7 @@ class Plant:
             follows = 0.1 / (1 - 0.9**self.age)
             push = self.live - coef * self.x / self.hold
             self.v += follows * (self.speed * rate * push - self.v)
-            # Adam's first step is as long if it is only noise.
+            # Adam's first step has its full length, noise included.
             self.x = abs(self.x + self.v * (2 if self.age == 1 else 1))
 
 

@@ -180,7 +180,8 @@ class TestAdjustment:
 
 class TestCenterKLAdvantages:
     def test_golden(self):
-        # Mean KL (1 + 3 + 5) / 3 = 3. Row 0: 1 + 0.1 * (3 - 1), 1 + 0.1 * (3 - 3); row 1: -1 + 0.1 * (3 - 5), masked -1.
+        # Mean KL (1 + 3 + 5) / 3 = 3. Row 0: 1 + 0.1 * (3 - 1), 1 + 0.1 * (3 - 3).
+        # Row 1: -1 + 0.1 * (3 - 5), and -1 where it is masked.
         kl = torch.tensor([[1.0, 3.0], [5.0, NAN]])
         mask = torch.tensor([[1, 1], [1, 0]])
         result = center_kl_advantages(torch.tensor([1.0, -1.0]), kl, mask, 0.1)

@@ -1,0 +1,211 @@
+"""
+Whether `kl_target` alone holds the KL in real training, across setups that users have.
+
+Each setup trains a small pretrained model with a sentiment reward (`stories.py`), from seeds that were not used for
+tuning. A second run without a penalty shows when the KL would have reached the target anyway.
+
+```bash
+python benchmarks/promise.py --assets ASSETS --json promise.json                      # two hours; can be stopped
+python benchmarks/promise.py --assets ASSETS --json promise.json --setups default loss --seeds 10
+python benchmarks/promise.py --assets ASSETS --json promise.json --controller pid     # the same for another controller
+```
+
+`ASSETS` holds `stories260K` of llama2.c (https://huggingface.co/karpathy/tinyllamas), converted to a transformers
+checkpoint, and `text/tinystories_400k.txt`, story openings from https://huggingface.co/datasets/roneneldan/TinyStories.
+The reward needs PyPI's `vaderSentiment`.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from measuring import MARK, Results, take_turns
+
+from trl_klx.controllers.tracking_error import relative_rms_error
+
+
+TARGET, RATE, ROLLOUTS = 4.0, 2e-4, 110
+# These change nothing of a run without a penalty.
+SAME_WHEN_FREE = (
+    "exact KL",
+    "target x 0.4",
+    "target x 2.5",
+    "in the reward",
+    "in the loss",
+    "start 0.005",
+    "start 0.5",
+)
+# What each setup changes. `algorithm` and `lora` are ours; everything else is a field of the config.
+SETUPS = {
+    "default": {},
+    "exact KL": {"kl_statistic": "full"},
+    "target x 0.4": {"kl_target": 0.4 * TARGET},
+    "target x 2.5": {"kl_target": 2.5 * TARGET},
+    "learning rate / 3": {"learning_rate": RATE / 3},
+    "learning rate x 3": {"learning_rate": 3 * RATE},
+    "learning rate x 5, guarded": {"learning_rate": 5 * RATE, "kl_lr_guard": True},
+    "16 completions": {"per_device_train_batch_size": 16},
+    "128 completions": {"per_device_train_batch_size": 128},
+    "in the reward": {"kl_placement": "reward", "scale_rewards": "batch"},
+    "in the loss": {"kl_placement": "loss"},
+    "2 steps per rollout": {"num_iterations": 2},
+    "4 steps per rollout": {"num_iterations": 4},
+    "8 steps per rollout": {"num_iterations": 8},
+    "4 mini-batches": {"steps_per_generation": 4, "per_device_train_batch_size": 8},
+    "4 rollouts per step": {"gradient_accumulation_steps": 4, "steps_per_generation": 1},
+    "LoRA": {"lora": True, "learning_rate": 5 * RATE},
+    "start 0.005": {"kl_penalty_coef": 0.005},
+    "start 0.5": {"kl_penalty_coef": 0.5},
+    "RLOO": {"algorithm": "rloo"},
+    "PPO, 1 epoch": {"algorithm": "ppo", "num_ppo_epochs": 1},
+    "PPO, 4 epochs": {"algorithm": "ppo", "num_ppo_epochs": 4},
+}
+
+
+def run_once(case: dict) -> None:
+    """Train once in this process, and print KL, coefficient and reward of every rollout."""
+    import torch
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from stories import vader, write_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+    from trl_klx import KLXGRPOConfig, KLXGRPOTrainer, KLXPPOConfig, KLXPPOTrainer, KLXRLOOConfig, KLXRLOOTrainer
+
+    torch.set_num_threads(1)
+    fields = {
+        "kl_target": TARGET,
+        "learning_rate": RATE,
+        "per_device_train_batch_size": 32,
+        "num_generations": 4,
+        "max_completion_length": 48,
+    } | SETUPS[case["setup"]]
+    if case["controller"] == "free":
+        # Nothing is penalised: the KL is only measured.
+        for name in ("kl_penalty_coef", "kl_placement", "kl_lr_guard", "kl_target"):
+            fields.pop(name, None)
+        fields |= {"kl_monitor": True, "kl_penalty_coef": 0.0, "beta": 0.0}
+    elif case["controller"] != "hold":
+        fields = {"kl_penalty_coef": 0.05, "kl_controller": case["controller"]} | fields
+    algorithm = fields.pop("algorithm", "grpo")
+    config_class, trainer_class = {
+        "grpo": (KLXGRPOConfig, KLXGRPOTrainer),
+        "rloo": (KLXRLOOConfig, KLXRLOOTrainer),
+        "ppo": (KLXPPOConfig, KLXPPOTrainer),
+    }[algorithm]
+    if algorithm == "ppo":
+        del fields["num_generations"]
+        fields.pop("beta", None)
+    adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if fields.pop("lora", False) else None
+    passes = fields.get("num_iterations", 1) * fields.get("num_ppo_epochs", 1) * fields.get("steps_per_generation", 1)
+    assets = Path(case["assets"])
+    set_seed(case["seed"])
+    tokenizer = AutoTokenizer.from_pretrained(assets / "stories260K")
+    model = AutoModelForCausalLM.from_pretrained(assets / "stories260K", dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        data = str(write_dataset(assets, Path(folder)))
+        dataset = load_dataset("json", data_files=data, split="train", cache_dir=folder).remove_columns("chosen")
+        args = config_class(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+            lr_scheduler_type="constant",
+            temperature=1.0,
+            seed=case["seed"],
+            max_steps=case["rollouts"] * passes,
+            **fields,
+        )
+        trainer = trainer_class(
+            model=model,
+            reward_funcs=vader,
+            args=args,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            peft_config=adapter,
+        )
+        trainer.train()
+    history = [entry for entry in trainer.state.log_history if "klx/kl" in entry]
+    names = {"kl": "klx/kl", "coef": "klx/coef", "reward": "reward"}
+    print(MARK + json.dumps({name: [entry[key] for entry in history] for name, key in names.items()}), flush=True)
+
+
+def arrival(kls: list[float], target: float) -> int | None:
+    """The first batch at which the mean of the last three KLs reaches nine tenths of the target."""
+    for end in range(3, len(kls) + 1):
+        if statistics.fmean(kls[end - 3 : end]) >= 0.9 * target:
+            return end
+    return None
+
+
+def show(setups: list[str], cases: list[dict], results: Results) -> None:
+    print("| setup | error | peak / target | mean / target | arrival, free arrival | reward |")
+    print("|---|---|---|---|---|---|")
+    for setup in setups:
+        target = SETUPS[setup].get("kl_target", TARGET)
+        runs = {
+            free: [
+                results.runs[results.key(case)][0]
+                for case in cases
+                if (case["controller"] == "free") == free
+                and case["setup"] == ("default" if free and setup in SAME_WHEN_FREE else setup)
+                and results.count(case)
+            ]
+            for free in (False, True)
+        }
+        if not runs[False]:
+            continue
+        kls = [run["kl"] for run in runs[False]]
+        tails = [kl[len(kl) // 2 :] for kl in kls]
+        errors = [relative_rms_error(tail, target) for tail in tails]
+        arrivals = {free: [arrival(run["kl"], target) for run in runs[free]] for free in runs}
+        shown = {free: ", ".join("never" if at is None else str(at) for at in arrivals[free]) for free in runs}
+        print(
+            f"| {setup} | {' '.join(f'{error:.2f}' for error in errors)} "
+            f"| {' '.join(f'{max(kl) / target:.2f}' for kl in kls)} "
+            f"| {statistics.fmean(statistics.fmean(tail) for tail in tails) / target:.2f} "
+            f"| {shown[False]}; {shown[True]} "
+            f"| {statistics.fmean(statistics.fmean(run['reward']) for run in runs[False]):.3f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--assets", type=Path, help="folder of the model and the text")
+    parser.add_argument("--setups", nargs="+", choices=list(SETUPS), default=list(SETUPS), metavar="SETUP")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[10, 11])
+    parser.add_argument(
+        "--controller", default="hold", help="controllers other than hold start at 0.05 (default: hold)"
+    )
+    parser.add_argument("--json", type=Path, help="keep the results in this file, and continue from it")
+    options = parser.parse_args()
+    if options.run:
+        run_once(json.loads(options.run))
+        return
+    if options.assets is None:
+        parser.error("--assets is required")
+    cases = [
+        {"setup": setup, "controller": controller, "seed": seed, "assets": str(options.assets), "rollouts": rollouts}
+        for seed in options.seeds
+        for setup in options.setups
+        for controller, rollouts in ((options.controller, ROLLOUTS), ("free", ROLLOUTS // 2))
+        if not (controller == "free" and setup in SAME_WHEN_FREE)
+    ]
+    results = Results(options.json)
+    try:
+        take_turns(__file__, [cases], results, 1, lambda case: sys.executable)
+    except KeyboardInterrupt:
+        print("\nstopped; results so far:")
+    show(options.setups, cases, results)
+
+
+if __name__ == "__main__":
+    main()
