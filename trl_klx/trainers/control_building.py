@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .config import KLXGRPOConfig, KLXRLOOConfig
 
 
+LOGGER = get_logger(KLControl.__module__)  # speaks on the main process alone
+
+
 class CountSteps(TrainerCallback):
     """
     Counts the optimizer steps and their learning rates for the controller, lets it scale them where it guards them,
@@ -91,6 +94,11 @@ def build_kl_control(
             Tokens whose KL is neither measured nor penalised.
     """
     assert args.kl_estimator is not None and args.kl_statistic is not None  # the config has filled them in
+    if args.kl_controller is None and args.kl_controller_name == "hold" and args.kl_penalty_coef is not None:
+        LOGGER.warning_once(
+            f"`kl_controller` is unset: 'hold' holds `kl_target={args.kl_target}`. In trl-klx 0.1 it was 'adaptive'; "
+            "set `kl_controller='adaptive'` for that rule, or leave `kl_penalty_coef` unset too: 'hold' finds its own start."
+        )
     drift = adviser = None
     if args.kl_target is not None and args.kl_warn_window > 0:
         drift = DriftMonitor(args.kl_target, args.kl_warn_window, args.kl_target_unit, args.kl_controller_name)
@@ -109,5 +117,5 @@ def build_kl_control(
         guards_lr=args.kl_lr_guard,
         name=args.kl_controller_name,
         ignored=ignored,
-        logger=get_logger(KLControl.__module__),  # speaks on the main process alone
+        logger=LOGGER,
     )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.logging import MultiProcessAdapter
 
 from support.tiny import build_trainer, logged
 from support.tiny_ppo import build_ppo
@@ -69,3 +70,14 @@ def test_a_guarded_run_resumes_to_the_bit(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     for name in ("klx/kl", "klx/coef", "klx/lr_factor"):
         assert logged(resumed, name) == logged(whole, name)
+
+
+def test_a_changed_default_is_named_once(tmp_path, caplog):
+    MultiProcessAdapter.warning_once.cache_clear()
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            build(KLXGRPOTrainer, tmp_path, kl_target=2.0, kl_penalty_coef=0.1)
+        build(KLXGRPOTrainer, tmp_path, kl_target=2.0)
+        build(KLXGRPOTrainer, tmp_path, kl_target=2.0, kl_penalty_coef=0.1, kl_controller="pid")
+    assert sum("`kl_controller` is unset" in record.message for record in caplog.records) == 1
+    assert "kl_controller='adaptive'" in caplog.text
