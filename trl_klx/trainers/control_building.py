@@ -97,7 +97,8 @@ def build_kl_control(
     if args.kl_controller is None and args.kl_controller_name == "hold" and args.kl_penalty_coef is not None:
         LOGGER.warning_once(
             f"`kl_controller` is unset: 'hold' holds `kl_target={args.kl_target}`. In trl-klx 0.1 it was 'adaptive'; "
-            "set `kl_controller='adaptive'` for that rule, or leave `kl_penalty_coef` unset too: 'hold' finds its own start."
+            "set `kl_controller='adaptive'` for that rule, or leave `kl_penalty_coef` unset too: 'hold' finds its own "
+            "start."
         )
     drift = adviser = None
     if args.kl_target is not None and args.kl_warn_window > 0:
