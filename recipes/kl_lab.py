@@ -21,7 +21,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PrinterCallback, ProgressCallback
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl import ModelConfig, ScriptArguments, get_peft_config
 
 from hh_bootstrap import prepare_default_for_launch
 from hh_measures import heldout_perplexity
@@ -35,6 +35,7 @@ from ppo_hh import (
     source_of,
     truncate_prompts,
 )
+from recipe_parser import RecipeParser, with_quick
 from trl_klx import KLXGRPOConfig, KLXGRPOTrainer, KLXPPOConfig, KLXPPOTrainer, KLXRLOOConfig, KLXRLOOTrainer
 
 
@@ -65,7 +66,7 @@ class LabArguments(ScriptArguments):
         cache_dir (`str`, *optional*, defaults to `"outputs/hh_default"`):
             Where to keep the tiny models of the default setup.
         quick (`bool`, *optional*, defaults to `False`):
-            Use tiny models of lower quality in the default setup, to try the script.
+            Try the script: a few steps per run, and weaker tiny models in the default setup.
     """
 
     dataset_name: str | None = field(
@@ -79,7 +80,9 @@ class LabArguments(ScriptArguments):
     eval_prompts: int = field(default=128, metadata={"help": "Held-out rows for the perplexity."})
     max_prompt_length: int = field(default=256, metadata={"help": "Longest prompt in tokens."})
     cache_dir: str = field(default="outputs/hh_default", metadata={"help": "Folder of the default tiny models."})
-    quick: bool = field(default=False, metadata={"help": "Use tiny models of lower quality, to try the script."})
+    quick: bool = field(
+        default=False, metadata={"help": "Try the script: a few steps per run, on weaker tiny models."}
+    )
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
@@ -104,7 +107,7 @@ def parse(arguments: Sequence[str], script_class: type[LabArguments] = LabArgume
         algorithm = (yaml.safe_load(_config_text(arguments)) or {}).get("algorithm", "grpo")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"--algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}.")
-    return TrlParser((script_class, ALGORITHMS[algorithm][0], ModelConfig)).parse_args_and_config(list(arguments))
+    return RecipeParser(script_class, ALGORITHMS[algorithm][0]).parse_args_and_config(with_quick(arguments))
 
 
 def with_defaults(arguments: Sequence[str], config: Path) -> list[str]:

@@ -43,7 +43,7 @@ from transformers import (
     PreTrainedModel,
     ProgressCallback,
 )
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
 from hh_bootstrap import prepare_default_for_launch
 from hh_measures import heldout_perplexity, score_texts
@@ -58,6 +58,7 @@ from hh_report import (
     write_report,
 )
 from hh_rows import parse_hh_row
+from recipe_parser import RecipeParser, with_quick
 from trl_klx import KLXPPOConfig, KLXPPOTrainer
 from trl_klx.cli.dataset_files import LOADERS
 from trl_klx.references.sharding import loaded_whole
@@ -84,11 +85,11 @@ class HHScriptArguments(ScriptArguments):
         samples (`int`, *optional*, defaults to `3`):
             Number of dialogues to show before and after training.
         free_run (`bool`, *optional*, defaults to `False`):
-            Also train without a penalty until the KL is at three times its target, to draw that run behind this one.
+            Also train without a penalty until the KL is at twice its target, to draw that run behind this one.
         cache_dir (`str`, *optional*, defaults to `"outputs/hh_default"`):
             Where to keep the default tiny models for the next run.
         quick (`bool`, *optional*, defaults to `False`):
-            Use tiny models of lower quality, to try the script.
+            Try the script in about a minute: a few steps, on tiny models too weak for their text to be shown.
     """
 
     delta_reward: bool = field(
@@ -105,7 +106,9 @@ class HHScriptArguments(ScriptArguments):
     cache_dir: str = field(
         default="outputs/hh_default", metadata={"help": "Where to keep the default tiny models for the next run."}
     )
-    quick: bool = field(default=False, metadata={"help": "Use tiny models of lower quality, to try the script."})
+    quick: bool = field(
+        default=False, metadata={"help": "Try the script in about a minute: a few steps, on weaker tiny models."}
+    )
 
 
 def say(text: str) -> None:
@@ -325,10 +328,10 @@ def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args
 
     free_trainer = None
     if script_args.free_run and training_args.kl_target is not None:
-        say("      the same without a penalty, until the KL is at three times its target")
+        say("      the same without a penalty, until the KL is at twice its target")
         args = without_penalty(training_args)
         free_trainer = build_trainer(args, AutoModelForCausalLM.from_pretrained(path, **settings))
-        free_trainer.add_callback(StopAtKL(3.0 * training_args.kl_target))
+        free_trainer.add_callback(StopAtKL(2.0 * training_args.kl_target))
         free_trainer.train()
 
     if whole and state.is_main_process:
@@ -349,11 +352,11 @@ def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args
 
 
 def parse(arguments: list[str]) -> tuple[HHScriptArguments, KLXPPOConfig, ModelConfig]:
-    parser = TrlParser((HHScriptArguments, KLXPPOConfig, ModelConfig))
+    parser = RecipeParser(HHScriptArguments, KLXPPOConfig)
     # Flags alone change the default config; a model or another config replaces it.
     if not any(argument.split("=")[0] in ("--config", "--model_name_or_path") for argument in arguments):
         arguments = ["--config", str(DEFAULT_CONFIG), *arguments]
-    return parser.parse_args_and_config(arguments)
+    return parser.parse_args_and_config(with_quick(arguments, samples="0", free_run="False"))
 
 
 def exit_on_user_error(main: Callable[[list[str]], None]) -> None:

@@ -224,7 +224,7 @@ def test_plot_draws_real_runs(runs):
     assert (done.returncode, done.stdout) == (0, "both.png\n"), done.stderr
     assert (runs / "both.png").read_bytes().startswith(PNG)
     names = plot.metric_names([read_run(str(runs / "ours")), read_run(str(runs / "theirs"))])
-    assert names[:4] == main_curves
+    assert names[:4] == ["klx/kl", "kl", "klx/coef", "reward"]
     assert {"loss", "klx/kl_per_token", "completions/mean_length", "grad_norm"} <= set(names)
     assert not {"step", "epoch", "klx/target", "train_loss"} & set(names)
 
@@ -239,10 +239,51 @@ def test_plot_overlays_runs_and_draws_each_target(tmp_path, monkeypatch):
     assert panel.get_legend() is not None and coefficient.get_yscale() == "log"
     curves = {line.get_label(): list(line.get_ydata()) for line in panel.lines}
     assert curves["one"] == [1.0, 2.0] and curves["two"] == [1.0, 3.0]
+    labels = [text.get_text() for text in panel.get_legend().get_texts()]
+    assert labels == ["one", "two", "target of one: 2", "target of two: 3"]
+    assert [line.get_linestyle() for line in panel.lines[:2]] == ["-", "-."]
     levels = [line.get_ydata()[0] for line in panel.lines if line.get_linestyle() == "--"]
     assert levels == [2.0, 3.0]
     bands = [patch.get_extents().transformed(panel.transData.inverted()) for patch in panel.patches]
     assert [(round(band.y0, 6), round(band.y1, 6)) for band in bands] == [(1.6, 2.4), (2.4, 3.6)]
+
+
+def test_plot_draws_five_panels_unless_it_is_asked_for_all(runs, tmp_path, monkeypatch, capsys):
+    figures = []
+    monkeypatch.setattr(plot, "save", lambda figure, output: figures.append(figure))
+    assert main(["plot", str(runs / "ours")]) == 0
+    panels = figures[0].axes
+    titles = ["klx/kl: KL to the reference", "klx/coef: KL coefficient", "reward", "entropy of the policy", "loss"]
+    assert [panel.get_title() for panel in panels] == titles
+    assert [panel.get_ylabel() for panel in panels] == ["nats", "", "", "nats per token", ""]
+    assert [text.get_text() for text in panels[0].get_legend().get_texts()] == ["ours", "target: 0.5"]
+    assert "more metrics were logged; --all draws them too" in capsys.readouterr().err
+    assert main(["plot", str(runs / "ours"), "--all"]) == 0
+    assert [panel.get_title() for panel in figures[1].axes[:5]] == titles
+    assert len(figures[1].axes) > 20 and capsys.readouterr().err == ""
+    assert main(["plot", str(runs / "ours"), "--all", "--metrics", "loss"]) == 2
+    # Without an entropy its place is taken by the length; a run without main metrics is drawn as it is.
+    write_state(tmp_path / "bare", rows_of(loss=[1.0], completions__mean_length=[3.0], other=[1.0]))
+    write_state(tmp_path / "odd", rows_of(other=[1.0]))
+    assert main(["plot", str(tmp_path / "bare")]) == main(["plot", str(tmp_path / "odd")]) == 0
+    assert [panel.get_title() for panel in figures[2].axes] == ["completions/mean_length", "loss"]
+    assert [panel.get_title() for panel in figures[3].axes] == ["other"]
+
+
+@pytest.mark.parametrize("name", ["compare", "plot"])
+def test_a_run_that_cannot_be_read_is_passed_over(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_state(tmp_path / "good", rows_of(reward=[1.0]), max_steps=1)
+    (tmp_path / "bare").mkdir()
+    assert main([name, "bare", "good", "missing"]) == 1
+    shown = capsys.readouterr()
+    assert ("verdict: good" if name == "compare" else "curves.png") in shown.out
+    first, second = shown.err.splitlines()
+    assert first.startswith(f"trl-klx {name}: passed over: 'bare' holds no `trainer_state.json`")
+    assert second.startswith(f"trl-klx {name}: passed over: 'missing' does not exist")
+    assert main([name, "bare", "missing"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and "'bare' holds no" in shown.err and "'missing' does not exist" in shown.err
 
 
 def test_plot_writes_into_the_run_by_default(runs, tmp_path, capsys):
@@ -250,7 +291,7 @@ def test_plot_writes_into_the_run_by_default(runs, tmp_path, capsys):
     assert main(["plot", str(tmp_path / "ours"), "--metrics", "reward", "klx/kl"]) == 0
     assert (tmp_path / "ours" / "curves.png").read_bytes().startswith(PNG)
     assert main(["plot", str(tmp_path / "ours"), "--metrics", "rewards"]) == 2
-    assert "'rewards' was not logged. Logged metrics: reward, klx/kl" in capsys.readouterr().err
+    assert "'rewards' was not logged. Logged metrics: klx/kl, klx/coef, reward" in capsys.readouterr().err
     assert main(["plot", str(tmp_path / "ours"), "--output", str(tmp_path / "x.docx")]) == 2
     assert "its suffix must be one of" in capsys.readouterr().err
     assert main(["plot", str(tmp_path / "ours"), "--interval", "0"]) == 2

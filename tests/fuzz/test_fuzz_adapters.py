@@ -34,6 +34,8 @@ class Opened:
     def hear(self, event: str, arguments: tuple) -> None:
         if self.paths is None:
             return
+        if event == "subprocess.Popen" and list(arguments[1][1:3]) == ["-I", "-S"]:
+            return  # the process in which patterns are tried
         if event == "open" and isinstance(arguments[0], (str, bytes)):
             self.paths.append(os.fsdecode(arguments[0]))
         elif event in (

@@ -9,10 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TrainerState
 
 from support.damage import FUZZ, changed, damaged_bytes, damaged_header
 from support.resumption import build_run
+from trl_klx import get_kl_controller
+from trl_klx.checkpoints.checksums import content_checksum
 from trl_klx.checkpoints.kl_state import write_json, write_kl_state
+from trl_klx.controllers.base import BatchMeasurement
 
 
 STATE, REFERENCE = "kl_state.json", "kl_reference.safetensors"
@@ -62,8 +66,56 @@ def test_damaged_bytes(run, data):
 @FUZZ
 @given(data=st.data())
 def test_changed_state(run, data):
-    content = json.dumps(changed(data, json.loads(run[1][STATE]))).encode()
-    check_restored_or_refused(run, run[1] | {STATE: content})
+    # With the checksum of the changed state, or in a version without one, so that the checks behind it are reached.
+    content = changed(data, json.loads(run[1][STATE]))
+    try:
+        content = (
+            content | {"version": 1} if data.draw(st.booleans()) else content | {"checksum": content_checksum(content)}
+        )
+    except ValueError:  # no JSON number
+        pass
+    check_restored_or_refused(run, run[1] | {STATE: json.dumps(content).encode()})
+
+
+@FUZZ
+@given(data=st.data())
+def test_changed_trainer_state(run, data):
+    folder = run[2].parent / "checkpoint-6"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(run[2].parent / "saved" / "checkpoint-6", folder)
+    (folder / "kl_checksums.json").unlink()
+    path = folder / "trainer_state.json"
+    content = changed(data, json.loads(path.read_text()))
+    path.write_text(json.dumps(content))
+    try:
+        assert run[0]._klx_choose_checkpoint(str(folder)) == str(folder)
+        TrainerState.load_from_json(str(path))
+        assert content["global_step"] == 6
+    except ValueError as error:
+        assert str(error).startswith("Cannot resume from") and "trainer_state.json" in str(error), error
+    finally:
+        shutil.rmtree(folder)
+
+
+@FUZZ
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["hold", "pid", "adaptive"])
+def test_changed_state_of_a_controller(name, data):
+    def build():
+        return get_kl_controller(name, init_coef=0.1, target=0.3)
+
+    controller, restored = build(), build()
+    for step in range(5):
+        controller.observe(BatchMeasurement(0.05 * (step + 1), 4, 1, 1e-3, 0.2, 0.5, 0.01, 0.1))
+    content = json.loads(json.dumps(changed(data, controller.state_dict())))
+    try:
+        restored.load_state_dict(content)
+    except ValueError as error:
+        assert str(error).startswith("State of ")
+        assert restored.state_dict() == build().state_dict()
+    for kl in (0.3, 2.0, 1e-9):
+        restored.observe(BatchMeasurement(kl, 4, 1, 1e-3, 0.2, 0.5, 0.01, 0.1))
+        assert math.isfinite(restored.value)
 
 
 @FUZZ

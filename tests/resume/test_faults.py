@@ -227,13 +227,6 @@ def test_reward_that_stops_the_run(trainer, kind, tmp_path):
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_reward_that_is_left_out(trainer, kind, tmp_path):
     run = build(trainer, tmp_path, rewards=spoiled(kind))
-    if (trainer, kind) == ("RLOO", "inf"):
-        # TRL's baseline spreads it over the group, and the next rollout has no valid probabilities.
-        with pytest.raises(RuntimeError, match="probability tensor contains"):
-            run.train()
-        assert whole_checkpoints(tmp_path) == ["checkpoint-2"]
-        assert math.isfinite(run.kl_controller.value)
-        return
     run.train()
     assert_sound(run)
     # The KL does not depend on rewards, so it was measured throughout.

@@ -20,6 +20,7 @@ from support.oracle import plain_model
 from support.resumption import RUNS, build_run, outcome
 from support.tiny import assert_same_weights, build_model, build_trainer, logged, lora, trained_lora, weights
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
+from trl_klx.checkpoints.integrity import consistency_fault, content_fault
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,10 @@ def test_two_processes_resume(tmp_path, adapter):
     with pytest.raises(AssertionError, match="Signal 9"):
         torchrun("run_in_group.py", "kill", str(tmp_path), adapter)
     assert checkpoints(tmp_path / "killed") == [2, 4]
+    saved = Path(shutil.copytree(tmp_path / "killed" / "checkpoint-4", tmp_path / "copy" / "checkpoint-4"))
+    assert consistency_fault(str(saved)) is None and content_fault(str(saved)) is None
+    (saved / "rng_state_1.pth").unlink()
+    assert "rng_state_1.pth" in consistency_fault(str(saved)) and "rng_state_1.pth" in content_fault(str(saved))
     torchrun("run_in_group.py", "compare", str(tmp_path), adapter)
     for name in ("adapter", "lag"):
         ranks = [torch.load(tmp_path / f"{name}-rank{rank}.pt") for rank in range(2)]
@@ -320,7 +325,8 @@ def test_a_corrupt_state_is_refused(content, message, folder, adapter):
             state["controller"]["state"] = {"value": "high"}
         else:
             state["drift"]["values"] = [None]
-        content = json.dumps(state)
+        # A state of version 1 has no checksum.
+        content = json.dumps(state | {"version": 1})
     path.write_text(content)
     with pytest.raises(ValueError, match=f"Cannot resume.*{message}"):
         resume(folder, adapter)

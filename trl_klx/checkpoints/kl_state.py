@@ -2,20 +2,25 @@
 
 import json
 import os
+import re
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..references.finite import weight_fault, weights_fault
 from ..references.moving import Weights
 from .atomic_write import atomic_write
+from .checksums import CHECKSUM_KEY, content_checksum
 
 
 STATE_FILE = "kl_state.json"
 REFERENCE_FILE = "kl_reference.safetensors"
-STATE_VERSION = 1
+# Version 1 has no checksum. No single flipped bit makes a 1 of a 2.
+STATE_VERSION, UNSUMMED_VERSION = 2, 1
 
 
+_STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 _REMEDY = f"Resume from another checkpoint, or delete `{STATE_FILE}` in it to start KL control from the config."
 
 
@@ -32,7 +37,7 @@ def read_json(path: str) -> dict[str, Any]:
             content = json.load(stream)
         if not isinstance(content, dict):
             raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"Cannot resume: {path!r} cannot be read ({error}). Resume from another checkpoint, or delete the file to "
             "reset this state to the config's values."
@@ -68,7 +73,8 @@ def write_kl_state(folder: str, state: dict[str, Any], reference: Weights) -> No
     """
     if reference:
         write_weights(os.path.join(folder, REFERENCE_FILE), reference)
-    write_json(os.path.join(folder, STATE_FILE), {"version": STATE_VERSION, **state})
+    content = {"version": STATE_VERSION, **state}
+    write_json(os.path.join(folder, STATE_FILE), content | {CHECKSUM_KEY: content_checksum(content)})
 
 
 def read_kl_state(folder: str) -> dict[str, Any] | None:
@@ -77,9 +83,13 @@ def read_kl_state(folder: str) -> dict[str, Any] | None:
     if not os.path.isfile(path):
         return None
     state = read_json(path)
-    if state.get("version") != STATE_VERSION:
+    version = state.get("version")
+    if type(version) is not int or version not in (STATE_VERSION, UNSUMMED_VERSION):
+        raise ValueError(f"Cannot resume: {path!r} has version {version!r}, expected {STATE_VERSION}. {_REMEDY}")
+    if version == STATE_VERSION and state.pop(CHECKSUM_KEY, None) != content_checksum(state):
         raise ValueError(
-            f"Cannot resume: {path!r} has version {state.get('version')!r}, expected {STATE_VERSION}. {_REMEDY}"
+            f"Cannot resume: {path!r} is not what was saved: it does not have the checksum that it names for itself. "
+            f"{_REMEDY}"
         )
     for key, kind in (("controller", dict), ("reference", dict), ("drift", dict | None)):
         if not isinstance(state.get(key), kind):
@@ -98,7 +108,28 @@ def read_kl_reference(folder: str) -> Weights:
         ) from error
 
 
-def check_kl_reference(folder: str, weights: Weights, shapes: dict[str, tuple[int, ...]]) -> None:
+def read_finite_weights(path: str) -> Weights:
+    """
+    Read a safetensors file, and refuse one with a weight that training cannot use: NaN, infinite or absurdly large.
+
+    Args:
+        path (`str`):
+            File to read.
+    """
+    weights = load_file(path, device="cpu")
+    fault = weights_fault(weights)
+    if fault is not None:
+        raise ValueError(f"{fault} in {path!r}")
+    return weights
+
+
+def check_kl_reference(
+    folder: str,
+    weights: Weights,
+    shapes: dict[str, tuple[int, ...]],
+    lag: int | None = None,
+    step: int | None = None,
+) -> None:
     """
     Check that saved weights fit the reference.
 
@@ -110,16 +141,19 @@ def check_kl_reference(folder: str, weights: Weights, shapes: dict[str, tuple[in
             `<step>|`.
         shapes (`dict[str, tuple[int, ...]]`):
             Shapes of the reference's weights by name.
+        lag (`int`, *optional*):
+            How many steps a lagging reference is behind. Its kept steps must be the last ones before the checkpoint.
+        step (`int`, *optional*):
+            Step of the checkpoint.
     """
     sets: dict[str, Weights] = {}
     for key, weight in weights.items():
         owner, _, name = key.rpartition("|")
         sets.setdefault(owner, {})[name] = weight
-    faults = [
-        f"it has {owner!r} where a step should be"
-        for owner in sets
-        if owner not in ("", "reference") and not owner.isdecimal()
-    ]
+    owners = [owner for owner in sets if owner not in ("", "reference")]
+    faults = [f"it has {owner!r} where a step should be" for owner in owners if not _STEP.fullmatch(owner)]
+    if lag is not None and not faults:
+        faults.extend(_step_faults(sorted(map(int, owners)), lag, step))
     if ("" in sets) == ("reference" in sets) or ("" in sets and len(sets) > 1):
         faults.append("it does not say which weights are the reference's")
     for found in sets.values():
@@ -128,10 +162,23 @@ def check_kl_reference(folder: str, weights: Weights, shapes: dict[str, tuple[in
         for name in sorted(found.keys() & shapes.keys()):
             if tuple(found[name].shape) != shapes[name]:
                 faults.append(f"{name!r} has shape {tuple(found[name].shape)}, expected {shapes[name]}")
-            elif not found[name].is_floating_point() or not bool(torch.isfinite(found[name]).all()):
-                faults.append(f"{name!r} holds values that are not finite numbers")
+            elif not found[name].is_floating_point():
+                faults.append(f"{name!r} holds values that are not floating-point numbers")
+            elif (fault := weight_fault(found[name])) is not None:
+                faults.append(f"{name!r} {fault}")
     if faults:
         path = os.path.join(folder, REFERENCE_FILE)
         raise ValueError(
             f"Cannot resume: the weights in {path!r} are not those of the reference ({faults[0]}). {_REMEDY}"
         )
+
+
+def _step_faults(kept: list[int], lag: int, step: int | None) -> list[str]:
+    """What is wrong with the steps that a lagging reference keeps: they follow each other, up to the checkpoint's."""
+    if not kept:
+        return []
+    expected = list(range(max(kept[0], kept[-1] - lag + 1), kept[-1] + 1))
+    if kept != expected or (step is not None and kept[-1] != step):
+        where = "" if step is None else f" of a checkpoint at step {step}"
+        return [f"it holds the steps {kept}, which are not the last {lag} or fewer{where}"]
+    return []

@@ -1,8 +1,12 @@
 """Saving and restoring what a KLX trainer adds to TRL's checkpoints."""
 
+import copy
+import functools
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel, set_peft_model_state_dict
@@ -13,10 +17,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..references.adapter_files import WEIGHTS_FILE
 from ..references.base import KLReference
 from ..references.loading import saved_steps
-from ..references.moving import Weights
+from ..references.moving import LaggedReference, Weights
 from ..references.peft_adapters import only_trained_adapter, trained_adapter
-from .integrity import choose_checkpoint, mark_unfinished
-from .kl_state import check_kl_reference, read_kl_reference, read_kl_state, write_kl_state
+from .checksums import write_checksums
+from .integrity import choose_checkpoint, mark_unfinished, saved_step
+from .kl_state import STATE_FILE, check_kl_reference, read_kl_reference, read_kl_state, write_kl_state
+from .main_process import on_main_process
+from .run_lock import RunLock
 
 
 if TYPE_CHECKING:
@@ -35,7 +42,8 @@ else:
 class KLXCheckpointMixin(_Host):
     """
     Saves controller, drift window and reference identity in every checkpoint and restores them on resume. It keeps the
-    reference adapter out of the saved files, and protects the reference checkpoint from `save_total_limit`.
+    reference adapter out of the saved files, and other runs out of the folder while it trains. It protects the
+    reference checkpoint from `save_total_limit`.
     """
 
     if TYPE_CHECKING:
@@ -44,12 +52,61 @@ class KLXCheckpointMixin(_Host):
 
     # The user's limit, while `_save_checkpoint` hides it from transformers.
     _klx_save_total_limit: int | None = None
+    _klx_lock: RunLock | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> "TrainOutput":
-        if self.kl_control is not None and resume_from_checkpoint:
-            sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-            resume_from_checkpoint = choose_checkpoint(self._get_output_dir(None), resume_from_checkpoint, sharded)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        if self.kl_control is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self._klx_locked():
+            if resume_from_checkpoint:
+                resume_from_checkpoint = self._klx_choose_checkpoint(resume_from_checkpoint)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @contextmanager
+    def _klx_locked(self) -> Iterator[None]:
+        """Keep other runs out of the folder."""
+        lock = RunLock(self._get_output_dir(None))
+        on_main_process(self.accelerator, lock.acquire)
+        self._klx_lock = lock
+        try:
+            yield
+        finally:
+            self._klx_lock = None
+            lock.release()
+
+    def _klx_choose_checkpoint(self, asked: str | bool) -> str | bool:
+        """The checkpoint to resume from, the same on every process."""
+        sharded = bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        # Before an engine has sharded the policy, its weights may have other names.
+        restore = functools.partial(self._klx_try_restore, weights=not sharded)
+        # The main process reads all files once. A process for each device of a machine would read them many times.
+        return on_main_process(
+            self.accelerator, lambda: choose_checkpoint(self._get_output_dir(None), asked, sharded, restore)
+        )
+
+    def _klx_try_restore(self, checkpoint: str, weights: bool = True) -> None:
+        """
+        Raise a `ValueError` if the state in a checkpoint is damaged. Nothing is changed; a subclass adds its own.
+
+        Args:
+            checkpoint (`str`):
+                Checkpoint folder.
+            weights (`bool`, *optional*, defaults to `True`):
+                Whether to look at the reference's weights too.
+        """
+        assert self.kl_control is not None
+        state = read_kl_state(checkpoint)
+        if state is None:
+            return
+        trial = copy.copy(self.kl_control)
+        for name in ("controller", "drift", "adviser", "clock"):
+            setattr(trial, name, copy.deepcopy(getattr(trial, name)))  # all of them are plain numbers
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come when the state is restored
+            _load_control(trial, state, checkpoint)
+        reference = self.kl_control.reference
+        if weights and _identity_fault(reference, state["reference"]) is None:
+            _needed_weights(reference, state["reference"], checkpoint)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.kl_control is None:
@@ -84,8 +141,27 @@ class KLXCheckpointMixin(_Host):
         # Our files come first, so that a checkpoint that transformers has finished always has them.
         reference = self.kl_control.reference.state()  # on every process, because each may hold a part of it
         if self.args.should_save:
+            if self._klx_lock is not None:
+                self._klx_lock.check()
             mark_unfinished(folder)
-            write_kl_state(folder, self.kl_control.state_dict(), reference)
+            write_kl_state(folder, self._klx_state(), reference)
+        self._klx_save_and_rotate(model, trial, run_dir)
+        # Other processes may still be writing their random states.
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_checksums(folder)
+
+    def _klx_state(self) -> dict[str, Any]:
+        """The KL-control state, and to what it belongs."""
+        assert self.kl_control is not None
+        state = self.kl_control.state_dict() | {"step": self.state.global_step, "measured": _measured(self.kl_control)}
+        # Processes on other machines may write their random states into folders that are not seen here.
+        if os.environ.get("LOCAL_WORLD_SIZE", "1") == str(self.args.world_size):
+            state["processes"] = self.args.world_size
+        return state
+
+    def _klx_save_and_rotate(self, model: nn.Module, trial: Any, run_dir: str) -> None:
+        protected = self.args.kl_penalty_reference_step
         if not protected or not self.args.save_total_limit:
             super()._save_checkpoint(model, trial)
             return
@@ -139,31 +215,57 @@ class KLXCheckpointMixin(_Host):
             if reference.mover is not None:
                 reference.restart()
             return
-        _check_identity(reference, state["reference"], checkpoint)
-        _load_reference(reference, state["reference"], checkpoint)
-        self.kl_control.load_state_dict(state, checkpoint)
+        fault = _identity_fault(reference, state["reference"])
+        if fault is not None:
+            raise ValueError(
+                f"The KL reference is not the one that the checkpoint {checkpoint!r} was trained against: {fault}. "
+                "Set the reference fields as they were, or start a new run from this checkpoint's weights."
+            )
+        weights = _needed_weights(reference, state["reference"], checkpoint)
+        _load_control(self.kl_control, state, checkpoint)
+        if weights is not None:
+            reference.load_state(weights)
+        if reference.initial_adapter:
+            reference.identity["hash"] = state["reference"].get("hash")
 
 
-def _check_identity(reference: KLReference, saved: dict[str, Any], checkpoint: str) -> None:
+def _measured(control: "KLControl") -> dict[str, str]:
+    """What the numbers in the state are: a state in another unit or of another statistic means something else."""
+    return {"kl_target_unit": control.unit, "kl_statistic": control.statistic}
+
+
+def _load_control(control: "KLControl", state: dict[str, Any], checkpoint: str) -> None:
+    now, then = _measured(control), state.get("measured")
+    if then not in (None, now):
+        warnings.warn(
+            f"The KL is measured otherwise than in the checkpoint {checkpoint!r} ({then} then, {now} now): controller "
+            "and drift window start from the config.",
+            stacklevel=3,
+        )
+        return
+    try:
+        control.load_state_dict(state, checkpoint)
+    except (ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        path = os.path.join(checkpoint, STATE_FILE)
+        raise ValueError(
+            f"Cannot resume: the state in {path!r} is not valid ({type(error).__name__}: {error}). Resume from "
+            "another checkpoint, or delete the file to start KL control from the config."
+        ) from error
+
+
+def _identity_fault(reference: KLReference, saved: dict[str, Any]) -> str | None:
     # The reference's folder may have moved, but its kind and its weights must be the same.
     free = {"path", "hash"} if reference.initial_adapter else {"path"}
     now = {key: value for key, value in reference.identity.items() if key not in free}
     then = {key: value for key, value in saved.items() if key not in free}
-    if now != then:
-        raise ValueError(
-            f"The KL reference is not the one that the checkpoint {checkpoint!r} was trained against: it was {saved}, "
-            f"and is now {reference.identity}. Set the reference fields as they were, or start a new run from this "
-            "checkpoint's weights."
-        )
+    return None if now == then else f"it was {saved}, and is now {reference.identity}"
 
 
-def _load_reference(reference: KLReference, saved: dict[str, Any], checkpoint: str) -> None:
-    if reference.mover is not None:
-        reference.load_state(_fitting_weights(reference, checkpoint))
-    elif reference.initial_adapter and saved.get("hash") != reference.identity["hash"]:
-        # A new adapter is initialised with random weights, possibly unseeded. The original ones are in the checkpoint.
-        reference.load_state(_fitting_weights(reference, checkpoint))
-        reference.identity["hash"] = saved.get("hash")
+def _needed_weights(reference: KLReference, saved: dict[str, Any], checkpoint: str) -> Weights | None:
+    """The weights of the reference that only the checkpoint has, or `None` if the reference has them already."""
+    # A new adapter is initialised with random weights, possibly unseeded. The original ones are in the checkpoint.
+    drawn_anew = reference.initial_adapter and saved.get("hash") != reference.identity["hash"]
+    return _fitting_weights(reference, checkpoint) if reference.mover is not None or drawn_anew else None
 
 
 def _fitting_weights(reference: KLReference, checkpoint: str) -> Weights:
@@ -171,5 +273,6 @@ def _fitting_weights(reference: KLReference, checkpoint: str) -> Weights:
     # Under ZeRO-3 `.shape` is (0,); the real shape is in `ds_shape`.
     shapes = {name: tuple(getattr(weight, "ds_shape", weight.shape)) for name, weight in reference.weights().items()}
     weights = read_kl_reference(checkpoint)
-    check_kl_reference(checkpoint, weights, shapes)
+    lag = reference.mover.lag if isinstance(reference.mover, LaggedReference) else None
+    check_kl_reference(checkpoint, weights, shapes, lag, saved_step(checkpoint))
     return weights

@@ -8,7 +8,8 @@ Compare runs in a table.
   peak/target    highest KL of the whole run, divided by the target
   coefficient    last coefficient that was applied
 
-A target counts as held when the mean KL of the last quarter is within 20% of it.
+A target counts as held when the mean KL of the last quarter is within 20% of it. A run that cannot be read is passed
+over, and the exit code is then 1.
 """
 
 import sys
@@ -17,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..controllers.tracking_error import SETTLED_BAND, relative_rms_error
-from .console import number, table
-from .runs import TRL_KL_KEYS, Run, last_quarter, mean, read_runs
+from .console import number, passed_over, table
+from .runs import TRL_KL_KEYS, Run, last_quarter, mean, read_readable_runs
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    runs = read_runs(args.run_dir)
+    runs, problems = read_readable_runs(args.run_dir)
     for one in runs:
         if one.note:
             print(one.note, file=sys.stderr)
     summaries = [summarise(one) for one in runs]
     print(format_summaries(summaries))
-    print(f"\n{overall(summaries)}")
-    return 0
+    print(f"\n{overall(summaries)}", flush=True)
+    passed_over("compare", problems)
+    return 1 if problems else 0
 
 
 def summarise(one: Run) -> Summary:

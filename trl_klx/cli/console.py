@@ -35,6 +35,12 @@ def notice(text: str) -> None:
         print(f"{text} ...", file=sys.stderr, flush=True)
 
 
+def passed_over(command: str, problems: Iterable[str]) -> None:
+    """Say which of several inputs were passed over, and why."""
+    for problem in problems:
+        print(f"trl-klx {command}: passed over: {problem}", file=sys.stderr)
+
+
 def number(value: float | None, form: str = ".4g") -> str:
     """Format a number for a table, with a dash for `None`."""
     return "-" if value is None else format(value, form)

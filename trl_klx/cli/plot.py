@@ -1,5 +1,6 @@
 """
-Plot the curves that runs have logged: reward, KL with a band of 20% around its target, coefficient, and all others.
+Plot the curves that runs have logged: KL with its target and a band of 20% around it, coefficient, reward, entropy (or
+length) and loss. `--all` adds every other metric.
 
 Runs of this package and of TRL are both read from `trainer_state.json`. A run that was started by `trl-klx grpo`,
 `rloo` or `ppo` (or that has the `LiveStateCallback` of `trl_klx.cli.live`) keeps that file up to date while it trains.
@@ -16,21 +17,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoints.atomic_write import atomic_write
-from .console import CLIError, progress
-from .runs import OWN_KL_KEY, TRL_KL_KEYS, Run, read_runs, state_files
+from .console import CLIError, passed_over, progress
+from .runs import OWN_KL_KEY, TRL_KL_KEYS, Run, read_readable_runs, read_runs, state_files
 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FIRST = ("reward", OWN_KL_KEY, "klx/coef", *TRL_KL_KEYS)
+# The panels of a plain `trl-klx plot`, besides the KL of each run: the first that was logged of each line.
+MAIN = (("klx/coef",), ("reward",), ("entropy", "completions/mean_length"), ("loss",))
+FIRST = (OWN_KL_KEY, *TRL_KL_KEYS, *(names[0] for names in MAIN))
 TITLES = {
-    "klx/kl": "klx/kl: KL to the reference (nats)",
+    "klx/kl": "klx/kl: KL to the reference",
     "klx/coef": "klx/coef: KL coefficient",
     "kl": "kl: as TRL logs it",
     "objective/kl": "objective/kl: as TRL logs it",
+    "entropy": "entropy of the policy",
+    "completions/mean_length": "completions/mean_length",
 }
+UNITS = {
+    **dict.fromkeys((OWN_KL_KEY, *TRL_KL_KEYS, "klx/kl_k1", "klx/kl_update", "klx/sampler_kl"), "nats"),
+    "klx/kl_per_token": "nats per token",
+    "entropy": "nats per token",
+    "completions/mean_length": "tokens",
+}
+# Runs differ by their line too, for those who cannot tell the colours apart. Dashes are for targets.
+STYLES = ("-", "-.", ":")
 # These are not curves: a row's position, and totals over the run.
 SKIPPED = {"step", "epoch", "total_flos"}
 TOTALS = "train_"
@@ -45,7 +58,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="figure to write (default: curves.png in the run's folder, or here if there are several runs)",
     )
-    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="plot only these (default: all)")
+    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="plot these (default: the five main ones)")
+    parser.add_argument("--all", action="store_true", help="plot every metric")
     parser.add_argument("--follow", action="store_true", help="redraw until the runs are done, or until Ctrl-C")
     parser.add_argument(
         "--interval",
@@ -57,6 +71,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
+    if args.all and args.metrics:
+        raise CLIError("--all and --metrics exclude each other.", code=2)
     if not (math.isfinite(args.interval) and args.interval > 0):
         raise CLIError(f"--interval must be a positive number of seconds, got {args.interval}.", code=2)
     check_matplotlib("plot")
@@ -65,17 +81,23 @@ def run(args: Namespace) -> int:
         output = Path(args.run_dir[0]).parent / "curves.png"
     check_format(output)
     if args.follow:
-        return follow(args.run_dir, output, args.metrics, args.interval)
-    runs = read_runs(args.run_dir)
+        return follow(args.run_dir, output, args.metrics, args.interval, args.all)
+    runs, problems = read_readable_runs(args.run_dir)
     for one in runs:
         if one.note:
             print(one.note, file=sys.stderr)
-    draw(runs, output, args.metrics)
-    print(output)
-    return 0
+    drawn = draw(runs, output, args.metrics, args.all)
+    print(output, flush=True)
+    further = len(metric_names(runs)) - len(drawn)
+    if further and not args.metrics:
+        print(f"{further} more metrics were logged; --all draws them too", file=sys.stderr)
+    passed_over("plot", problems)
+    return 1 if problems else 0
 
 
-def follow(paths: Sequence[str], output: Path, metrics: Sequence[str] | None, interval: float) -> int:
+def follow(
+    paths: Sequence[str], output: Path, metrics: Sequence[str] | None, interval: float, every: bool = False
+) -> int:
     """Redraw whenever a run has logged, until every run is done. Wait for runs that have not started yet."""
     seen: list[tuple[str, int]] | None = None
     waiting: str | None = None
@@ -94,7 +116,7 @@ def follow(paths: Sequence[str], output: Path, metrics: Sequence[str] | None, in
                     waiting = str(error)
                     print(f"waiting: {waiting}", file=sys.stderr)
             if any(one.rows for one in runs):
-                draw(runs, output, metrics)
+                draw(runs, output, metrics, every)
                 steps = ", ".join(f"{one.name} step {one.step} of {one.max_steps}" for one in runs)
                 print(f"{output}: {steps}", flush=True)
                 if all(one.done for one in runs):
@@ -111,7 +133,16 @@ def metric_names(runs: Sequence[Run]) -> list[str]:
     return [name for name in FIRST if name in names] + sorted(names - set(FIRST))
 
 
-def draw(runs: Sequence[Run], output: Path, metrics: Sequence[str] | None = None) -> None:
+def main_names(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the main metrics that the runs have logged."""
+    known = metric_names(runs)
+    kls = [name for name in known if any(one.kl_key == name for one in runs)]
+    return kls + [name for names in MAIN for name in [next((n for n in names if n in known), None)] if name]
+
+
+def draw(
+    runs: Sequence[Run], output: Path, metrics: Sequence[str] | None = None, every: bool = False
+) -> Sequence[str]:
     """
     Plot the curves of runs into one figure.
 
@@ -121,7 +152,12 @@ def draw(runs: Sequence[Run], output: Path, metrics: Sequence[str] | None = None
         output (`Path`):
             File to write. Its suffix decides the format.
         metrics (`Sequence[str]`, *optional*):
-            Metrics to plot. If unset, all.
+            Metrics to plot. If unset, the main ones.
+        every (`bool`, *optional*, defaults to `False`):
+            Whether to plot all metrics.
+
+    Returns:
+        `Sequence[str]`: The metrics that were plotted.
     """
     from matplotlib.figure import Figure
 
@@ -129,40 +165,53 @@ def draw(runs: Sequence[Run], output: Path, metrics: Sequence[str] | None = None
     unknown = [name for name in metrics or () if name not in known]
     if unknown:
         raise CLIError(f"{unknown[0]!r} was not logged. Logged metrics: {', '.join(known) or 'none'}.", code=2)
-    names = list(metrics or known)
+    # A run of another kind of trainer may have logged none of the main ones.
+    names = list(metrics or (known if every else main_names(runs)) or known)
     if not names:
         raise CLIError(f"{str(runs[0].file)!r} holds no curves: nothing has been logged yet.")
-    columns = min(4, len(names))
+    columns = len(names) if len(names) <= 4 else 3 if len(names) <= 6 else 4
     height = -(-len(names) // columns)
     figure = Figure(figsize=(4.2 * columns, 2.9 * height), layout="constrained")
     axes = figure.subplots(height, columns, squeeze=False).flatten()
     for axis, name in zip(axes, progress(names, desc="Drawing", unit="panel"), strict=False):
-        _draw_panel(axis, name, runs)
+        has_target = _draw_panel(axis, name, runs)
+        if has_target or (len(runs) > 1 and name == names[0]):
+            axis.legend(fontsize="small")
     for axis in axes[len(names) :]:
         axis.remove()
-    if len(runs) > 1:
-        axes[0].legend(fontsize="small")
     save(figure, output)
+    return names
 
 
-def _draw_panel(axis: "Axes", name: str, runs: Sequence[Run]) -> None:
+def _draw_panel(axis: "Axes", name: str, runs: Sequence[Run]) -> bool:
+    """Draw one metric. Returns whether a target is drawn with it."""
     for index, one in enumerate(runs):
         steps, values = one.series(name)
-        marker = "." if len(values) < 30 else None
-        axis.plot(steps, values, color=f"C{index}", marker=marker, linewidth=1.2, label=one.name)
+        axis.plot(
+            steps,
+            values,
+            color=f"C{index}",
+            linestyle=STYLES[index % len(STYLES)],
+            linewidth=1.2,
+            marker="." if len(values) < 30 else None,
+            label=one.name if values else None,
+        )
     # Each target gets a band. If all runs have the same target, they share one grey band.
     targets = {index: one.target for index, one in enumerate(runs) if one.target is not None and one.kl_key == name}
     shared = len(set(targets.values())) == 1
     for index, target in list(targets.items())[: 1 if shared else None]:
         color = "0.3" if shared else f"C{index}"
-        axis.axhline(target, color=color, linestyle="--", linewidth=1.0)
+        whose = "" if shared else f" of {runs[index].name}"
+        axis.axhline(target, color=color, linestyle="--", linewidth=1.0, label=f"target{whose}: {target:g}")
         axis.axhspan(0.8 * target, 1.2 * target, color=color, alpha=0.12, linewidth=0)
     if name == "klx/coef" and all(value > 0 for one in runs for value in one.values(name)):
         axis.set_yscale("log")
     axis.set_title(TITLES.get(name, name), fontsize="medium")
     axis.set_xlabel("step")
+    axis.set_ylabel(UNITS.get(name, ""))
     axis.locator_params(axis="x", integer=True)
     axis.grid(alpha=0.3)
+    return bool(targets)
 
 
 def check_matplotlib(command: str) -> None:

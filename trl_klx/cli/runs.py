@@ -83,11 +83,36 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
-    """Read several runs. Runs whose folders have the same name are shown with their paths."""
+    """Read several runs, all of which must be readable. See [`read_readable_runs`]."""
+    return [read_run(path, name) for path, name in progress(_named(paths), desc="Reading", unit="run")]
+
+
+def read_readable_runs(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """
+    Read several runs, and pass over those that cannot be read, unless none can.
+
+    Args:
+        paths (`Sequence[str]`):
+            Folders or files, see [`read_run`]. Runs whose folders have the same name are shown with their paths.
+
+    Returns:
+        `tuple[list[Run], list[str]]`: The runs, and what is wrong with the others.
+    """
+    runs, problems = [], []
+    for path, name in progress(_named(paths), desc="Reading", unit="run"):
+        try:
+            runs.append(read_run(path, name))
+        except CLIError as error:
+            problems.append(str(error))
+    if not runs:
+        raise CLIError(" ".join(problems))
+    return runs, problems
+
+
+def _named(paths: Sequence[str]) -> list[tuple[str, str]]:
     short = [Path(path).resolve().name for path in paths]
     names = [path if short.count(name) > 1 else name for path, name in zip(paths, short, strict=True)]
-    pairs = list(zip(paths, names, strict=True))
-    return [read_run(path, name) for path, name in progress(pairs, desc="Reading", unit="run")]
+    return list(zip(paths, names, strict=True))
 
 
 def read_run(path: str, name: str | None = None) -> Run:

@@ -59,6 +59,7 @@ class KLControl(Steering):
         self.estimator = estimator
         self.statistic = statistic
         self.ignored = ignored
+        self._masked_before = False
 
     # ---- One generation batch ----
 
@@ -179,10 +180,10 @@ class KLControl(Steering):
         Returns:
             `dict[str, float]`: The metrics, without their prefix; empty if every completion is masked.
         """
-        sums = rollout.sums.pop(reduce)
+        sums = rollout.totals = rollout.sums.pop(reduce)
         kl_sum, tokens, sequences = sums["kl"]
         if tokens == 0:
-            self.logger.warning("Every completion of the batch is masked: there is no KL to measure.")
+            self._warn_masked()
             return {}
         per = sequences if self.unit == "sequence" else tokens
         kl = kl_sum / per
@@ -200,6 +201,14 @@ class KLControl(Steering):
             steps = self.clock.pop() if math.isfinite(kl) else (0.0, None)
             self.learn(_measurement(kl, per, sums, *steps), rollout.coef)
         return metrics
+
+    def _warn_masked(self) -> None:
+        if not self._masked_before:
+            self.logger.warning(
+                "Every completion of a batch is masked: there is no KL to measure, and the coefficient stays as it "
+                "is. This is said once."
+            )
+        self._masked_before = True
 
     # ---- State ----
 

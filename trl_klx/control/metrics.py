@@ -22,6 +22,12 @@ class Sums:
         sums = torch.stack([total.detach().to(dtype) for total in totals])
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
+    def merge(self, other: "Sums") -> None:
+        """Take over all sums of `other`, which is left with nothing."""
+        sums, other._sums = other._sums, {}
+        for name, part in sums.items():
+            self._sums[name] = self._sums[name] + part if name in self._sums else part
+
     def pop(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, list[float]]:
         """
         Take the sums over all processes, and start again from nothing. Every process must call this, with the same

@@ -68,6 +68,8 @@ class Rollout:
             Coefficient applied to the whole batch: the one before this batch's update.
         sums ([`Sums`]):
             What was measured so far.
+        totals (`dict[str, list[float]]`):
+            The sums over all processes, once the batch is closed.
         deferred (`bool`):
             Whether the KL is measured in the loss, micro-batch by micro-batch.
         pending (`int`):
@@ -92,6 +94,7 @@ class Rollout:
 
     coef: float = 0.0
     sums: Sums = field(default_factory=Sums)
+    totals: dict[str, list[float]] = field(default_factory=dict)
     deferred: bool = False
     pending: int = 0
     policy: Scored | None = None

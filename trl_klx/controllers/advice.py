@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from .base import BatchMeasurement
+from .base import BatchMeasurement, is_saved_kl
 from .hold import lr_guard_factor
 from .remedies import how_to_lower_kl, how_to_raise_kl
 from .tracking_error import relative_rms_error
@@ -189,7 +189,7 @@ class KLAdviser:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
-        Restore what [`~KLAdviser.state_dict`] gave.
+        Restore what [`~KLAdviser.state_dict`] gave. Nothing is changed if the state is invalid.
 
         Args:
             state (`Mapping[str, Any]`):
@@ -199,6 +199,14 @@ class KLAdviser:
             raise ValueError(
                 f"State of KLAdviser must have the keys {', '.join(self.state_dict())}, but got {state!r}."
             )
+        for key in ("kls", "moves"):
+            if not isinstance(state[key], list) or not all(map(is_saved_kl, state[key])):
+                raise ValueError(f"State of KLAdviser: {key!r} must be a list of KLs, but got {state[key]!r}.")
+        for key in ("at_bound", "still"):
+            if type(state[key]) is not int or state[key] < 0:
+                raise ValueError(f"State of KLAdviser: {key!r} must be a count, but got {state[key]!r}.")
+        if not isinstance(state["told"], list):
+            raise ValueError(f"State of KLAdviser: 'told' must be a list, but got {state['told']!r}.")
         self._kls = [float(kl) for kl in state["kls"]]
         self._moves = deque((float(move) for move in state["moves"]), maxlen=self.WINDOW)
         self._at_bound, self._still = int(state["at_bound"]), int(state["still"])

@@ -18,7 +18,17 @@ SETTINGS = ("target", "horizon", "min_coef", "max_coef")
 
 
 def is_finite_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the range of floats
+        return False
+
+
+def is_saved_kl(value: object) -> bool:
+    """Whether a number in a saved state may be a KL. No KL is near the limit, which keeps sums and squares finite."""
+    return is_finite_number(value) and abs(value) <= 1e100  # type: ignore[arg-type]
 
 
 def check_positive(name: str, value: object, remedy: str) -> None:
@@ -69,7 +79,12 @@ class BatchMeasurement:
 
 @dataclass(frozen=True)
 class KLControllerState:
-    """What changes from update to update. A controller with more to remember extends it with defaulted fields."""
+    """
+    What changes from update to update. A controller with more to remember extends it with defaulted fields, and may
+    say in `limits` between which numbers each of them lies. A saved state outside of them is refused.
+    """
+
+    limits: ClassVar[Mapping[str, tuple[float, float]]] = {}
 
     value: float
 
@@ -195,7 +210,15 @@ class KLController(ABC):
                 )
             return self.value
         before = self._state
-        value = float(self._next(kl, n_steps))
+        returned: object = self._next(kl, n_steps)
+        try:
+            value = float(returned)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError) as error:
+            self._state = before
+            raise TypeError(
+                f"{type(self).__name__}._next({kl!r}, {n_steps!r}) returned {returned!r}, but must return the next "
+                "coefficient, a number."
+            ) from error
         bounded = self._bound(value)
         if not math.isfinite(bounded) or not self._is_coefficient(bounded):
             self._state = before
@@ -279,6 +302,11 @@ class KLController(ABC):
                 raise ValueError(f"State of {type(self).__name__} lacks the key {key!r}: got {dict(state)!r}.")
             if not is_finite_number(state[key]) and not (state[key] is None and default is None):
                 raise ValueError(f"State of {type(self).__name__}: {key!r} is {state[key]!r}, not a finite number.")
+            low, high = self.state_class.limits.get(key, (-math.inf, math.inf))
+            if state[key] is not None and not low <= state[key] <= high:
+                raise ValueError(
+                    f"State of {type(self).__name__}: {key!r} is {state[key]!r}, outside of [{low:g}, {high:g}]."
+                )
         value = state["value"]
         if not self._is_coefficient(value):
             raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..maths.estimators import KL_UNITS
+from .base import is_saved_kl
 from .remedies import how_to_lower_kl, how_to_raise_kl
 
 
@@ -105,8 +106,8 @@ class DriftMonitor:
         if not isinstance(values, list):
             raise ValueError(f"State of DriftMonitor: 'values' must be a list of numbers, but got {values!r}.")
         for value in values:
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-                raise ValueError(f"State of DriftMonitor: 'values' holds {value!r}, which is not a finite number.")
+            if not is_saved_kl(value):
+                raise ValueError(f"State of DriftMonitor: 'values' holds {value!r}, which is not a KL.")
         if side not in _SIDES:
             raise ValueError(f"State of DriftMonitor: 'side' is {side!r}, not one of {', '.join(_SIDES)}.")
         self._values = deque((float(value) for value in values), maxlen=self.window)

@@ -189,7 +189,7 @@ class HoldKLController(KLController):
         """The state after one measured distance."""
         assert state.distance is not None
         c = state.covariance
-        total = c[0][0] + variance
+        total = max(c[0][0], 0.0) + variance
         limit = 3.0 * math.sqrt(total)
         surprise = min(max(measured - state.distance, -limit), limit)
         gain = [c[row][0] / total for row in range(3)]

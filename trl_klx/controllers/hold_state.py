@@ -97,6 +97,29 @@ class HoldKLControllerState(KLControllerState):
     steps.
     """
 
+    # Far wider than any run needs. Rounding may leave a variance slightly below 0.
+    limits = {
+        "distance": (0.0, 1e6),
+        "speed": (-1e6, 1e6),
+        "bias": (-1e3, 1e3),
+        "free_speed": (1e-30, 1e30),
+        "drive": (-1e30, 1e30),
+        "drive_size": (0.0, 1e30),
+        "drive_variance": (0.0, 1e60),
+        "drag": (0.0, 1e30),
+        "batches": (0.0, 1e12),
+        "c00": (-1e-9, 1e12),
+        "c01": (-1e12, 1e12),
+        "c02": (-1e12, 1e12),
+        "c11": (-1e-9, 1e12),
+        "c12": (-1e12, 1e12),
+        "c22": (-1e-9, 1e12),
+        "steps": (0.0, 1e6),
+        "rate": (1e-30, 1e30),
+        "live": (0.0, 1.0),
+        "age": (0.0, 1e12),
+    }
+
     distance: float | None = None
     speed: float = 0.0
     bias: float = 0.0

@@ -15,6 +15,16 @@ class PIDKLControllerState(KLControllerState):
     the sum of errors, and the pace at which the coefficient that holds the policy has been changing.
     """
 
+    # Far wider than any run needs.
+    limits = {
+        "distance": (0.0, 1e3),
+        "speed": (-1e3, 1e3),
+        "top_speed": (0.0, 1e3),
+        "scatter": (0.0, 1e3),
+        "integral": (-1e6, 1e6),
+        "trend": (-1e6, 1e6),
+    }
+
     distance: float | None = None
     speed: float = 0.0
     top_speed: float = 0.0

@@ -69,17 +69,18 @@ class CriticMixin(_Host):
     ) -> Any:
         """
         Clip the policy and the value function by their own norms, so that neither drowns out the other. Returns the
-        policy's norm.
+        policy's norm, or that of both if it is not finite, so that the log shows it.
         """
         parameters = list(parameters)
         # DeepSpeed does its own clipping. Elsewhere, with an infinite limit, this only unscales fp16 gradients.
-        norm = clip(parameters, float("inf"), norm_type)
+        both = clip(parameters, float("inf"), norm_type)
         if self.is_deepspeed_enabled:
-            return norm
+            return both
         value = {id(parameter) for parameter in self.value_function.module.parameters()}
         for part in (
             [parameter for parameter in parameters if id(parameter) in value],
             [parameter for parameter in parameters if id(parameter) not in value],
         ):
             norm = nn.utils.clip_grad_norm_(part, max_norm, norm_type)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm, both = (part.full_tensor() if hasattr(part, "full_tensor") else part for part in (norm, both))
+        return torch.where(both.isfinite(), norm, both)

@@ -1,7 +1,6 @@
 """Where completions end, and what they score."""
 
 import functools
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,10 +76,6 @@ class ScoringMixin(_Host):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         parent: Any = super()
         rewards: torch.Tensor = parent._calculate_rewards(*args, **kwargs)  # of all processes
-        infinite = rewards.isinf()
-        self._klx_window[self._klx_mode].add("ppo/infinite_rewards", infinite.sum(), infinite.new_ones(()))
-        # One step on an infinite reward would make all weights NaN or infinite.
-        rewards = rewards.masked_fill(infinite, torch.nan)
         assert self._klx_rollout is not None
         self._klx_rollout.rewards = rewards
         return rewards
@@ -96,10 +91,3 @@ class ScoringMixin(_Host):
         if self.args.missing_eos_penalty is not None:
             scores = torch.where(self._ppo_ended(batch), scores, scores - self.args.missing_eos_penalty)
         return scores, scorable
-
-    def _klx_read_window(self, mode: str) -> dict[str, float]:
-        metrics = super()._klx_read_window(mode)
-        # Checked here, because reading the metrics waits for the device anyway.
-        if metrics.pop("ppo/infinite_rewards", 0.0) > 0:
-            warnings.warn("Infinite rewards are ignored, as if the reward function had returned None.", stacklevel=2)
-        return metrics

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -118,9 +119,20 @@ class ValueModel(nn.Module):
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Map `(B, L)` tokens to `(B, L)` values."""
         model = causal_lm(self.model)  # without PEFT's wrapper; the adapter's layers are inside the model
-        hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        inputs = {"attention_mask": attention_mask, **_positions(model.base_model, attention_mask)}
+        hidden = model.base_model(input_ids, use_cache=False, **inputs).last_hidden_state
         values: torch.Tensor = model.score(hidden).squeeze(-1)
         return values
+
+
+def _positions(backbone: nn.Module, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """
+    Positions that begin at the first token of each prompt, for a backbone that takes them. Many models count from the
+    left edge otherwise, so that the padding before a prompt would change the values.
+    """
+    if "position_ids" not in inspect.signature(backbone.forward).parameters:
+        return {}
+    return {"position_ids": (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)}
 
 
 class ReturnScale:
@@ -140,8 +152,9 @@ class ReturnScale:
         self._next: torch.Tensor | None = None
 
     def observe(self, moments: torch.Tensor) -> None:
-        """Add the moments of a rollout's returns, summed over all processes."""
-        self._next = moments if self._moments is None else self.DECAY * self._moments + moments
+        """Add the moments of a rollout's returns, summed over all processes, unless they are not finite."""
+        before = torch.zeros_like(moments) if self._moments is None else self._moments
+        self._next = torch.where(moments.isfinite().all(), self.DECAY * before + moments, before)
 
     def advance(self) -> None:
         """Begin a rollout, with the scale observed so far."""
@@ -157,8 +170,9 @@ class ReturnScale:
         if self._moments is None:
             return 1.0
         count, total, squares = (self._moments / self._moments[0].clamp(min=1.0)).unbind()
-        variance = (squares - total.square()).float()
-        return torch.where(variance > 1e-12 * squares, variance, 1.0).sqrt()
+        variance = squares - total.square()
+        # In fp32 only at the end: the square of a large reward would overflow.
+        return torch.where(variance > 1e-12 * squares, variance, 1.0).sqrt().float()
 
     def state_dict(self) -> dict[str, list[float] | None]:
         moments = {"in_use": self._moments, "next": self._next}

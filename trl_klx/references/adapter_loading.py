@@ -1,7 +1,6 @@
 """Attach a frozen reference adapter to the policy, copied from the trained one or loaded from a folder."""
 
 import copy
-import math
 import os
 import warnings
 
@@ -17,8 +16,10 @@ from .adapter_files import (
     read_adapter_weights,
 )
 from .fingerprint import hash_tensors
+from .finite import LARGEST_SCALING, weights_fault
 from .moving import Weights
-from .peft_adapters import adapter_tensors, rng_kept, trained_adapter
+from .patterns import check_patterns
+from .peft_adapters import adapter_tensors, rng_kept, save_without, trained_adapter
 
 
 # PEFT adapter names must not contain a dot, and TRL gives the name "ref" a special meaning.
@@ -61,6 +62,7 @@ def load_reference_adapter(model: PeftModel, path: str) -> str:
         _check_name_is_free(model)
         folder = local_adapter_folder(os.path.expanduser(path))
         config = read_adapter_config(folder)
+        check_patterns(config, [name for name, _ in model.get_base_model().named_modules()])
         weights = _checked_weights(model, config, read_adapter_weights(folder))
     except UnusableAdapterError as error:
         raise ValueError(f"Cannot use the adapter at {path!r} as KL reference: {error}") from error
@@ -96,6 +98,7 @@ def _attach(model: PeftModel, config: PeftConfig, weights: Weights) -> None:
             # PEFT does the same when it loads an adapter, and its later versions also when they add one.
             weight.data = weight.data.float()
     set_peft_model_state_dict(model, weights, adapter_name=REFERENCE_ADAPTER)
+    save_without(model, REFERENCE_ADAPTER)
 
 
 def _checked_weights(model: PeftModel, config: PeftConfig, weights: Weights) -> Weights:
@@ -118,8 +121,9 @@ def _checked_weights(model: PeftModel, config: PeftConfig, weights: Weights) -> 
             )
         if not tensor.is_floating_point():
             raise UnusableAdapterError(f"weight {name!r} has dtype {tensor.dtype}, expected floating point.")
-        if not torch.isfinite(tensor.to(slot.dtype)).all():
-            raise UnusableAdapterError(f"weight {name!r} holds NaN or infinite values.")
+    fault = weights_fault({name: tensor.to(expected[name].dtype) for name, tensor in weights.items()})
+    if fault is not None:
+        raise UnusableAdapterError(f"{fault}.")
     return weights
 
 
@@ -138,8 +142,10 @@ def _expected_weights(model: PeftModel, config: PeftConfig) -> Weights:
         raise UnusableAdapterError("it targets no module of the model.")
     for layer in skeleton.modules():
         scaling = vars(layer).get("scaling")
-        if isinstance(scaling, dict) and not math.isfinite(scaling.get(REFERENCE_ADAPTER, 1.0)):
-            raise UnusableAdapterError(f"its scaling (`lora_alpha`) is {scaling[REFERENCE_ADAPTER]}.")
+        if isinstance(scaling, dict) and not abs(scaling.get(REFERENCE_ADAPTER, 1.0)) <= LARGEST_SCALING:
+            raise UnusableAdapterError(
+                f"its scaling (`lora_alpha / r`) is {scaling[REFERENCE_ADAPTER]}, beyond {LARGEST_SCALING:g}."
+            )
     return expected
 
 
@@ -147,10 +153,20 @@ def _weightless_copy(model: PeftModel) -> PeftModel:
     """The same modules with parameters and buffers on the meta device, which take no memory."""
     memo: dict[int, torch.Tensor] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        memo[id(parameter)] = _weightless(parameter)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(model, memo)
+
+
+def _weightless(parameter: nn.Parameter) -> nn.Parameter:
+    plain = parameter.data.as_subclass(torch.Tensor)
+    empty = nn.Parameter(torch.empty_like(plain, device="meta"), requires_grad=False)
+    if type(parameter) is not nn.Parameter:
+        # A quantised weight, such as that of bitsandbytes, says in its attributes how it is quantised. PEFT reads them
+        # when it adds a layer. They are shared, not copied.
+        vars(empty).update(vars(parameter))
+    return empty
 
 
 def _without_base_weights(model: PeftModel, weights: Weights, expected: Weights) -> Weights:

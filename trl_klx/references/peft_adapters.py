@@ -1,6 +1,7 @@
 """The adapters of a PEFT model: find their weights, switch between them, and hide all but the trained one."""
 
 import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -74,6 +75,28 @@ def only_trained_adapter(model: nn.Module) -> Iterator[None]:
         del attributes["save_pretrained"]
         if before is not None:
             attributes["save_pretrained"] = before
+
+
+def save_without(model: PeftModel, name: str) -> None:
+    """
+    Make the model's `save_pretrained` and `push_to_hub` leave an adapter out, unless the caller selects it.
+
+    Args:
+        model ([`~peft.PeftModel`]):
+            Model with the adapter.
+        name (`str`):
+            Name of the adapter.
+    """
+    # On this model alone: PEFT's class stays as it is. A partial is copied and pickled together with the model.
+    vars(model)["save_pretrained"] = functools.partial(_save_selected, model, name)
+
+
+def _save_selected(model: PeftModel, left_out: str, save_directory: str, *args: Any, **kwargs: Any) -> None:
+    save = functools.partial(type(model).save_pretrained, model, save_directory)
+    bound = inspect.signature(save).bind_partial(*args, **kwargs)
+    if bound.arguments.get("selected_adapters") is None:
+        bound.arguments["selected_adapters"] = [name for name in model.peft_config if name != left_out]
+    save(*bound.args, **bound.kwargs)
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ..control.placements import list_placements
 from ..controllers.base import KLController
 from ..references.kinds import REFERENCE_FIELDS, chosen_reference_fields
-from .field_rules import KL_RULES, one_of
+from .field_rules import KL_RULES, doubt_target, one_of
 from .kl_fields import KLFields, get_kl_controller_class_or_raise
+from .launch_check import find_overwritten
 
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class KLConfigChecks(KLFields, _Host):
         self._validate_update_target()
         if self.kl_enabled:
             self._warn_of_truncated_sampling()
+            self._warn_of_the_other_unit()
+            self._warn_of_overwriting()
         self._validate_kl_controller()
 
     def _validate_kl_placement(self) -> None:
@@ -161,6 +164,40 @@ class KLConfigChecks(KLFields, _Host):
                 "on the states that are visited.",
                 stacklevel=5,
             )
+
+    def _warn_of_the_other_unit(self) -> None:
+        doubt = None if self.kl_target is None else doubt_target(self.kl_target, self.kl_target_unit)
+        if doubt is not None:
+            warnings.warn(doubt, stacklevel=5)
+
+    def _warn_of_overwriting(self) -> None:
+        """Warn if a run that takes its reference from an earlier run will overwrite the rest of that run."""
+        step = self.kl_penalty_reference_step
+        if not step or self.save_strategy == "no" or self.output_dir is None:
+            return
+        every = int(self.save_steps) if self.save_strategy == "steps" and self.save_steps >= 1 else None
+        deletes = self.save_total_limit is not None
+        lost = find_overwritten(self.output_dir, step, every, self.max_steps, deletes)
+        if lost:
+            names = ", ".join(f"checkpoint-{number}" for number in lost)
+            warnings.warn(
+                f"`kl_penalty_reference_step={step!r}` trains in {self.output_dir!r}, the folder of the earlier run, "
+                f"and {'overwrites or deletes' if deletes else 'overwrites'} what it left there: {names}. Only "
+                f"checkpoint-{step}, the reference, is spared. To keep them, set another `output_dir`, and for a LoRA "
+                f"reference `kl_ref_adapter_path={os.path.join(self.output_dir, f'checkpoint-{step}')!r}`.",
+                stacklevel=5,
+            )
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        # Every trainer of transformers asks for this when it begins to train, and so gives itself away.
+        if self.kl_enabled and not self._has_taker:
+            switched_on = self._switched_on_by if self.kl_penalty_enabled else "`kl_monitor=True`"
+            raise TypeError(
+                f"The trainer does not read the KL fields of `{type(self).__name__}`, so {switched_on} would have no "
+                f"effect. Use `KLX{self._algorithm.upper()}Trainer` of `trl_klx` instead of TRL's trainer, or add "
+                "`KLXTrainerMixin` or `KLXRLOOMixin` to your own."
+            )
+        return int(super().get_warmup_steps(num_training_steps))
 
     def _refuse_inert_fields(self) -> None:
         """Refuse every field that was set but that nothing would read."""
@@ -232,7 +269,7 @@ class KLConfigChecks(KLFields, _Host):
                 "drift from. Set `kl_target`, or unset `kl_warn_window`."
             )
         try:
-            self.build_kl_controller()
+            self._new_kl_controller()
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"`kl_controller={name!r}` with `kl_controller_kwargs={self.kl_controller_kwargs!r}` cannot be built: "

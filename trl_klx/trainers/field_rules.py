@@ -59,6 +59,21 @@ def one_of(choices: Collection[str], remedy: str = "Set it to one of them.") -> 
     return FieldRule(lambda value: isinstance(value, str) and value in choices, f"one of {listed}", remedy)
 
 
+def doubt_target(target: float, unit: str) -> str | None:
+    """What to say of a target that looks as if it were meant in the other unit; `None` of any other."""
+    if unit == "token" and target >= 1.0:
+        other, looks = "sequence", "a sum per completion"
+    elif unit == "sequence" and target <= 0.1:
+        other, looks = "token", "a mean per token"
+    else:
+        return None
+    return (
+        f"`kl_target={target!r}` looks like {looks}, but `kl_target_unit={unit!r}`. Usual targets are 0.01 to 0.2 "
+        "nats per token and 1 to 10 nats per sequence; as a rule of thumb, tokens x 0.1 = nats per sequence. Set "
+        f"`kl_target_unit={other!r}`, or another `kl_target`."
+    )
+
+
 # Fields that default to None may also be None.
 KL_RULES = {
     "kl_penalty_coef": number(">= 0", 0.0, "0.0 switches the KL penalty off, 0.05 is a usual strength."),

@@ -78,6 +78,10 @@ class ForwardPassMixin(_Host):
         assert self.args.steps_per_generation is not None  # TRL has filled it in
         return self.args.steps_per_generation
 
+    def _klx_reduce(self, totals: torch.Tensor) -> torch.Tensor:
+        reduced: torch.Tensor = self.accelerator.reduce(totals, reduction="sum")
+        return reduced
+
     @staticmethod
     def _klx_generated(batch: Batch) -> torch.Tensor:
         """Boolean mask of the tokens the policy generated; padding and tool output are excluded."""

@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from trl import GRPOTrainer
-from trl.trainer.utils import get_config_model_id
+from trl.trainer.utils import get_config_model_id, nanstd
 
 from ..control.placements import Batch, GRPOAdvantage, GRPOReward
+from ..control.rollout import Rollout
 from ..maths.losses import grpo_token_weights
 from .config import KLXConfigMixin, KLXGRPOConfig
 from .mixin import KLXCoreMixin
@@ -71,7 +72,9 @@ class KLXTrainerMixin(KLXCoreMixin, _Host):
             assert self._klx_rollout is not None
             # With a coefficient of 0 TRL does not ask for the reference.
             penalties = self._klx_rollout.penalties
-            return [0.0] * len(completions) if penalties is None else (-penalties).tolist()
+            if penalties is None:
+                return [0.0] * len(completions)
+            return torch.where(penalties.isfinite(), -penalties, torch.nan).tolist()
 
         no_tokenizer: Any = None
         # New lists, since TRL keeps those that the user passed.
@@ -90,10 +93,29 @@ class KLXTrainerMixin(KLXCoreMixin, _Host):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
         if self._klx_rollout is not None and self._klx_rollout.penalties is not None:
-            # A completion that no reward function could score must stay unscorable.
-            unscorable = torch.isnan(rewards[:, :-1]).all(dim=1)
-            rewards[:, -1] = rewards[:, -1].masked_fill(unscorable, torch.nan)
+            # A completion that no reward function could score must stay unscorable, and one whose KL could not be
+            # measured must not get away without a penalty.
+            unscorable = torch.isnan(rewards[:, :-1]).all(dim=1) | torch.isnan(rewards[:, -1])
+            self._klx_rollout.rewards = rewards[:, :-1].clone()
+            rewards[unscorable] = torch.nan
         return rewards
+
+    def _klx_score_batch(self, batch: Batch, rollout: Rollout) -> None:
+        if rollout.rewards is not None and isinstance(self._klx_placement, GRPOReward):
+            self._klx_log_given_rewards(rollout.rewards)
+        super()._klx_score_batch(batch, rollout)
+
+    def _klx_log_given_rewards(self, rewards: torch.Tensor) -> None:
+        """
+        Log the reward without the penalty, as in the other placements. With it, `metric_for_best_model="eval_reward"`
+        would choose the checkpoint that stayed near the reference.
+        """
+        weights = self.reward_weights[:-1].to(rewards.device)
+        given = (rewards * weights).nansum(dim=1)
+        given[rewards.isnan().all(dim=1)] = torch.nan
+        mean, std = torch.stack([given.nanmean(), nanstd(given)]).tolist()
+        for name, value in (("reward", mean), ("reward_std", std)):
+            self._metrics[self._klx_mode][name][-1] = value
 
 
 class KLXGRPOTrainer(KLXTrainerMixin, GRPOTrainer):

@@ -102,6 +102,8 @@ class KLFields:
     _algorithm: ClassVar[str]
     # The coefficient of a run that sets neither `kl_penalty_coef` nor `kl_target`.
     _default_coef: ClassVar[float] = 0.0
+    # Whether something has built its controller from this config. Not annotated, so that it is no field.
+    _has_taker = False
 
     kl_target: float | None = _kl_field(None, "The KL to hold, in nats. It switches KL control on by itself.")
     kl_penalty_coef: float | None = _kl_field(
@@ -232,7 +234,14 @@ class KLFields:
         return get_placement(self._algorithm, self.kl_placement)
 
     def build_kl_controller(self) -> KLController:
-        """Build the controller these fields describe."""
+        """
+        Build the controller these fields describe. A trainer with KL control does so when it is built, by which the
+        config knows that its KL fields are read.
+        """
+        self._has_taker = True
+        return self._new_kl_controller()
+
+    def _new_kl_controller(self) -> KLController:
         kwargs = self.kl_controller_kwargs or {}
         assert not isinstance(kwargs, str)  # JSON is parsed when the config is built
         return get_kl_controller(

@@ -1,4 +1,7 @@
-"""Checks that a run is the one that the launcher was asked for. Without it, some wrong launches go unnoticed."""
+"""
+Checks that a run is the one that was asked for, and that it does not overwrite another. Without them, some mistakes go
+unnoticed.
+"""
 
 import os
 import warnings
@@ -7,6 +10,9 @@ from collections.abc import Mapping
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
+
+from ..checkpoints.kl_state import read_kl_state
+from ..references.loading import saved_steps
 
 
 logger = get_logger(__name__)
@@ -81,3 +87,44 @@ def check_launch(accelerator: Accelerator) -> list[str]:
         logger.warning(fault)
         warnings.warn(f"This launch is not what was asked for. {fault}", stacklevel=3)
     return faults
+
+
+def find_overwritten(
+    output_dir: str, reference_step: int, save_steps: int | None, max_steps: int, deletes: bool
+) -> list[int]:
+    """
+    Find the checkpoints of an earlier run that a run in its folder may overwrite or delete.
+
+    Args:
+        output_dir (`str`):
+            Folder of both runs.
+        reference_step (`int`):
+            Step of the earlier run that is the reference. Its checkpoint is spared.
+        save_steps (`int` or `None`):
+            Steps between two checkpoints of the new run; `None` if they are not known.
+        max_steps (`int`):
+            Last step of the new run; not known unless it is positive.
+        deletes (`bool`):
+            Whether the new run deletes old checkpoints.
+
+    Returns:
+        `list[int]`: Their steps.
+    """
+    found = []
+    for step in saved_steps(output_dir):
+        reached = (max_steps <= 0 or step <= max_steps) and (
+            save_steps is None or step % save_steps == 0 or step == max_steps
+        )
+        if step != reference_step and (deletes or reached) and not _has_reference(output_dir, step, reference_step):
+            found.append(step)
+    return found
+
+
+def _has_reference(output_dir: str, step: int, reference_step: int) -> bool:
+    """Whether a checkpoint is of a run with this reference, which may be the one that is now resumed."""
+    try:
+        state = read_kl_state(os.path.join(output_dir, f"checkpoint-{step}"))
+    except (OSError, ValueError):
+        return False
+    reference = (state or {}).get("reference", {})
+    return bool((reference.get("kind"), reference.get("step")) == ("step", reference_step))

@@ -13,11 +13,12 @@ What we override in TRL and transformers, and what we rely on there:
 | `_compute_loss` | measure what is left; add the placement's term | one forward pass, then `advantages` is read |
 | `training_step` | skip the rest of a rollout (`kl_update_target`) | `_step` counts micro-batches; a rollout lasts |
 | | | `steps_per_generation * num_iterations` of them |
+| `accelerator.clip_grad_norm_` | skip a step that is not finite | called once before each optimizer step |
 | `log` | log the window's sums | every process calls it |
 | `create_model_card` | add a section | TRL writes `README.md` |
 | `train`, `_save`, `_save_checkpoint`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler` | | |
 | | see [`KLXCheckpointMixin`] | |
-| `_generate`, `_calculate_rewards` | see [`KLXTrainerMixin`] | |
+| `_generate`, `_calculate_rewards` | see [`KLXTrainerMixin`], [`InfiniteRewardsMixin`] | |
 | `_generate_single_turn`, `create_optimizer`, `save_model`, `_load_best_model` | see [`KLXPPOTrainer`] | |
 """
 
@@ -33,17 +34,21 @@ from ..checkpoints.mixin import KLXCheckpointMixin
 from ..control.exact_kl import check_trains_through_head, lm_head
 from ..control.forward_pass import has_dropout
 from ..control.metrics import Sums, read_metrics
-from ..control.other_kls import UpdateLimit, add_sampler_kl, check_update_target, update_kl_sums
+from ..control.other_kls import UpdateLimit, add_sampler_kl, check_update_target
 from ..control.placements import Batch, Placement
 from ..control.rollout import Rollout, Scored, TokenKL
 from ..maths.estimators import estimate_full_kl
 from .completions_table import CompletionKLs
 from .config import KLXConfigMixin
 from .control_building import CountSteps, FollowPolicy, build_kl_control
-from .forward_passes import ForwardPassMixin, PassArgs, PassKwargs
+from .finite_steps import FiniteStepsMixin
+from .forward_passes import PassArgs, PassKwargs
 from .ignored_tokens import ignored_token_ids
+from .infinite_rewards import InfiniteRewardsMixin, warn_of_infinite_rewards
 from .launch_check import check_launch
 from .model_card import add_kl_section, describe_kl
+from .resumed_sampler import ResumeSampler
+from .update_steps import UpdateStepsMixin
 
 
 if TYPE_CHECKING:
@@ -51,7 +56,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
+class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLXCheckpointMixin):
     """
     Adds KL control to a TRL trainer whose batches come from `_generate_and_score_completions`.
 
@@ -100,6 +105,9 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
         self._klx_rollouts: dict[str, Rollout] = {}
         self._klx_placement = Placement(self.args, self.accelerator)
         self._klx_active |= self.args.kl_enabled or self.args.kl_update_target is not None
+        if self._klx_active:
+            self._klx_guard_steps()
+            self.add_callback(ResumeSampler())
         if not self.args.kl_enabled:
             return
         check_checkpoints(self.args)
@@ -121,10 +129,6 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
 
     def _klx_prepare_policy(self, policy: nn.Module) -> None:
         """Prepare the policy before a reference is made from it; for subclasses."""
-
-    def _klx_reduce(self, totals: torch.Tensor) -> torch.Tensor:
-        reduced: torch.Tensor = self.accelerator.reduce(totals, reduction="sum")
-        return reduced
 
     # ---- Measuring ----
 
@@ -148,6 +152,8 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
             return super()._generate_and_score_completions(inputs)
         rollout = Rollout() if self.kl_control is None else self.kl_control.begin()
         self._klx_rollouts[self._klx_mode] = rollout
+        if self._klx_mode == "train":
+            self._klx_finite.begin(self.state.global_step + 1)
 
         def remember(scored: Scored) -> None:
             # TRL scores the policy, where it does, before a reference.
@@ -228,7 +234,12 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
 
     def _klx_finish(self, rollout: Rollout) -> None:
         mode = self._klx_mode
+        if mode == "train":
+            rollout.sums.merge(self._klx_finite.sums)  # read together, so that there is one wait for the device
         metrics = self._klx_control.finish(rollout, self._klx_reduce, train=mode == "train")
+        warn_of_infinite_rewards(rollout.totals)
+        if mode == "train":
+            self._klx_finite.judge(rollout.totals)
         for name, value in metrics.items():
             self._metrics[mode][f"klx/{name}"].append(value)
         if self._klx_placement.in_loss and metrics:
@@ -257,7 +268,7 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
 
         with self._klx_watching(look):
             loss = super()._compute_loss(model, inputs)
-        return self._klx_after_loss(loss, inputs, passes[0])
+        return self._klx_watch_loss(self._klx_after_loss(loss, inputs, passes[0]), inputs, passes[0])
 
     def _klx_before_advantages(self, inputs: Batch, policy: Scored) -> None:
         """Complete a micro-batch after TRL's forward pass, and before TRL reads its advantages."""
@@ -296,39 +307,6 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
         """Weigh the terms of the tokens as TRL's loss does, and sum them."""
         raise NotImplementedError
 
-    # ---- How far the policy has moved since the rollout ----
-
-    def _klx_measure_update(self, inputs: Batch, policy: Scored) -> None:
-        """Measure the KL to the rollout's policy, where TRL has its log-probs."""
-        old_logps = inputs.get("old_per_token_logps", inputs.get("klx_old_logps"))
-        steps = self._klx_steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
-        if old_logps is None or steps <= 1 or self._klx_has_dropout or self._klx_mode == "eval":
-            return  # the policy is still the rollout's, or dropout would be taken for a move
-        assert policy.logps is not None
-        sums = update_kl_sums(old_logps, policy.logps, self._klx_generated(inputs), self.args.kl_target_unit)
-        self._klx_window["train"].add("klx/kl_update", *sums)
-        self._klx_update.add(*sums)
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
-        if self.args.kl_update_target is None:
-            return super().training_step(model, inputs, num_items_in_batch)
-        if self._step % (self._klx_steps_per_generation * self.num_iterations) == 0:
-            self._klx_update.begin()
-        if self._klx_update.passed:
-            # Without gradients the optimizer leaves weights and moments as they are.
-            self._step += 1
-            loss = torch.zeros((), device=self.accelerator.device)
-        else:
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.accelerator.sync_gradients:
-            if self._klx_update.passes(self._klx_reduce):
-                assert self.optimizer is not None
-                self.optimizer.zero_grad(set_to_none=True)
-            self._metrics["train"]["klx/update_stopped"].append(float(self._klx_update.passed))
-        return loss
-
     # ---- Metrics ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -338,7 +316,11 @@ class KLXCoreMixin(ForwardPassMixin, KLXCheckpointMixin):
         super().log(logs, start_time)
 
     def _klx_read_window(self, mode: str) -> dict[str, float]:
-        return read_metrics(self._klx_window[mode].pop(self._klx_reduce))
+        if self.kl_control is None and self._klx_active:
+            self._klx_finite.read(self._klx_reduce)  # there is no batch to close with which it could be read
+        sums = self._klx_window[mode].pop(self._klx_reduce)
+        warn_of_infinite_rewards(sums)
+        return read_metrics(sums)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)

@@ -22,7 +22,7 @@ FILE, REFERENCE = "kl_state.json", "kl_reference.safetensors"
 
 def test_round_trip(tmp_path):
     write_kl_state(str(tmp_path), STATE, {})
-    assert read_kl_state(str(tmp_path)) == STATE | {"version": 1}
+    assert read_kl_state(str(tmp_path)) == STATE | {"version": 2}
     assert os.listdir(tmp_path) == [FILE]
 
 
@@ -155,11 +155,11 @@ def test_truncated_state(tmp_path):
             read_kl_state(str(tmp_path))
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
+@pytest.mark.parametrize("version", [0, 3, "2", True, None, [1]])
 def test_wrong_version(tmp_path, version):
     (tmp_path / FILE).write_text(json.dumps(STATE | {"version": version}))
     with pytest.raises(
-        ValueError, match=r"Cannot resume: .*has version .*, expected 1\. Resume from another"
+        ValueError, match=r"Cannot resume: .*has version .*, expected 2\. Resume from another"
     ) as caught:
         read_kl_state(str(tmp_path))
     assert repr(version) in str(caught.value) and str(tmp_path / FILE) in str(caught.value)
@@ -167,7 +167,7 @@ def test_wrong_version(tmp_path, version):
 
 def test_no_version(tmp_path):
     (tmp_path / FILE).write_text(json.dumps(STATE))
-    with pytest.raises(ValueError, match="has version None, expected 1"):
+    with pytest.raises(ValueError, match="has version None, expected 2"):
         read_kl_state(str(tmp_path))
 
 

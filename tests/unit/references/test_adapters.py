@@ -1,4 +1,6 @@
+import copy
 import itertools
+import pickle
 import warnings
 
 import pytest
@@ -19,7 +21,12 @@ from support.adapter_checks import (
     untouched,
 )
 from support.tiny import build_model, lora
-from trl_klx.references.adapter_loading import REFERENCE_ADAPTER, copy_trained_adapter, load_reference_adapter
+from trl_klx.references.adapter_loading import (
+    REFERENCE_ADAPTER,
+    _weightless_copy,
+    copy_trained_adapter,
+    load_reference_adapter,
+)
 from trl_klx.references.fingerprint import hash_tensors
 from trl_klx.references.peft_adapters import adapter_active, adapter_tensors, only_trained_adapter, trained_adapter
 
@@ -331,7 +338,8 @@ def test_only_the_trained_adapter_is_saved(tmp_path, kind):
     alone, policy = make(0, **POLICIES[kind]), make(0, **POLICIES[kind])
     alone.save_pretrained(tmp_path / "alone")
     load_reference_adapter(policy, str(save(tmp_path / "reference", make(1, modules_to_save=["norm"]))))
-    policy.save_pretrained(tmp_path / "both")
+    policy.save_pretrained(tmp_path / "both", selected_adapters=list(policy.peft_config))
+    policy.save_pretrained(tmp_path / "asked")
     with only_trained_adapter(policy):
         policy.save_pretrained(tmp_path / "saved")
 
@@ -341,22 +349,52 @@ def test_only_the_trained_adapter_is_saved(tmp_path, kind):
 
     expected, got = files("alone"), files("saved")
     assert any("klx_ref" in name for name in files("both"))  # what would be saved otherwise
-    assert got.keys() == expected.keys()
+    assert got.keys() == expected.keys() == files("asked").keys()
     assert all(got[name] == expected[name] for name in got if name.endswith(".safetensors"))
     name = trained_adapter(policy)
     folder = tmp_path / "saved" / ("" if name == "default" else name)
     assert torch.equal(logps(PeftModel.from_pretrained(build_model(), folder).eval()), logps(policy))
 
 
-def test_saving_sees_every_adapter_again_afterwards(tmp_path):
+def test_saving_sees_every_adapter_of_the_user_again_afterwards(tmp_path):
     policy = make(0)
+    policy.add_adapter("mine", copy.deepcopy(policy.peft_config["default"]))
     copy_trained_adapter(policy)
+    before = policy.save_pretrained
     with untouched(policy), pytest.raises(KeyError):
         with only_trained_adapter(policy):
             raise KeyError("in the middle of it")
-    assert "save_pretrained" not in vars(policy)
+    assert policy.save_pretrained is before
     policy.save_pretrained(tmp_path)
-    assert (tmp_path / "klx_ref" / WEIGHTS).is_file()
+    assert (tmp_path / "mine" / WEIGHTS).is_file() and not (tmp_path / "klx_ref").exists()
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_the_policy_saves_itself(again, tmp_path):
+    policy = make(0)
+    copy_trained_adapter(policy)
+    other = again(policy)
+    with torch.no_grad():
+        for weight in adapter_tensors(other, "default").values():
+            weight.fill_(3.0)
+    other.save_pretrained(tmp_path, True, None)  # by position
+    assert all((weight == 3.0).all() for weight in load_file(tmp_path / WEIGHTS).values())
+    assert not (tmp_path / "klx_ref").exists()
+
+
+def test_weightless_copy_keeps_how_a_weight_is_quantised():
+    # PEFT reads these attributes of bitsandbytes' weights when an adapter adds a layer to one more module.
+    class QuantisedWeight(torch.nn.Parameter):
+        pass
+
+    policy = make(0)
+    layer = policy.get_base_model().model.layers[0].mlp.up_proj
+    layer.weight = QuantisedWeight(layer.weight.data, requires_grad=False)
+    layer.weight.compress_statistics, layer.weight.quant_type = True, "nf4"
+    empty = _weightless_copy(policy).get_base_model().model.layers[0].mlp.up_proj.weight
+    assert empty.is_meta and empty.compress_statistics and empty.quant_type == "nf4"
 
 
 def test_saving_through_a_replaced_method(tmp_path):

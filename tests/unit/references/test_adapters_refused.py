@@ -309,10 +309,12 @@ def test_rank_that_is_none(tmp_path, rank):
     refused(tmp_path, "has shape|does not fit the model|cannot be read")
 
 
-@pytest.mark.parametrize("alpha", [float("nan"), float("inf"), "16", None])
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf"), 1e300, -1e300, "16", None])
 def test_scaling_that_is_no_number(tmp_path, alpha):
     change_config(save(tmp_path), lora_alpha=alpha)
-    refused(tmp_path, r"its scaling \(`lora_alpha`\) is (nan|inf)|does not fit the model")
+    refused(
+        tmp_path, r"its scaling \(`lora_alpha / r`\) is (nan|inf|-?2\.5e\+299), beyond 1e\+06|does not fit the model"
+    )
 
 
 @pytest.mark.parametrize("targets", [[], "", "(", "q_proj", 5, [5], {"q_proj": 1}])
