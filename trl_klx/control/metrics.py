@@ -1,4 +1,4 @@
-"""Named sums on the device, reduced over all processes at once, and what is read from them."""
+"""Named sums on the device, reduced over all processes at once, and the metrics computed from them."""
 
 from collections.abc import Callable, Mapping
 

@@ -53,7 +53,7 @@ def update_kl_sums(
 
 
 def check_update_target(target: float | None, dropout: bool) -> None:
-    """Refuse a limit on updates of a policy with dropout, of which no two passes agree."""
+    """Refuse `kl_update_target` for a policy with dropout, because no two of its passes agree."""
     if target is not None and dropout:
         raise ValueError(
             f"`kl_update_target={target!r}` cannot be used with dropout in the policy, which would be taken for a "

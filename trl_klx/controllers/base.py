@@ -178,7 +178,7 @@ class KLController(ABC):
 
     @property
     def saturated(self) -> bool:
-        """Whether the coefficient is at a bound, so that the controller cannot do more in that direction."""
+        """Whether the coefficient is at a bound and cannot go further in that direction."""
         at_min = "min_coef" in self.uses and self.value <= self.min_coef
         at_max = "max_coef" in self.uses and self.value >= self.max_coef
         return at_min or at_max
@@ -231,8 +231,8 @@ class KLController(ABC):
 
     def observe(self, batch: BatchMeasurement) -> float:
         """
-        Take all that was measured on one generation batch. A controller that needs no more than the KL leaves this as
-        it is and gets [`~KLController.update`].
+        Take everything measured on one generation batch. By default only the KL is used, through
+        [`~KLController.update`].
 
         Args:
             batch ([`BatchMeasurement`]):

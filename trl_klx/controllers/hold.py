@@ -9,9 +9,9 @@ from .base import BatchMeasurement, KLController, safe_exp
 from .hold_state import HoldConstants, HoldKLControllerState, propagate
 
 
-FIRST_COEF = 0.05  # Where none is given. Nothing depends on it: at the reference the penalty does not pull.
+FIRST_COEF = 0.05  # if unset; the choice hardly matters, because the penalty does not pull at the reference
 
-FIRST_LR_FACTOR = 0.1  # of a guarded learning rate, as long as nothing is known
+FIRST_LR_FACTOR = 0.1  # guards the learning rate until the first move has been seen
 
 
 class HoldKLController(KLController):
@@ -41,8 +41,8 @@ class HoldKLController(KLController):
     nothing. Several rollouts of the same weights are one measurement: they sharpen the estimate, and the coefficient
     stays.
 
-    Call [`~KLController.observe`] with all that is known. `update(kl, n_steps)` works too: it assumes one optimizer
-    step at a constant learning rate, and finds `hold` from the KL alone, which takes longer.
+    Call [`~KLController.observe`] with everything you know about a batch. `update(kl, n_steps)` works too: it assumes
+    one optimizer step at a constant learning rate, and finds `hold` from the KL alone, which takes longer.
 
     Args:
         init_coef (`float`, *optional*):

@@ -58,7 +58,7 @@ def register_kl_controller(name: str) -> Callable[[_ControllerClass], _Controlle
     def register(cls: _ControllerClass) -> _ControllerClass:
         _check_class(name, cls)
         known = _REGISTRY.get(name)
-        # A notebook cell that is run again defines the same class anew; only another class is a conflict.
+        # Running a notebook cell again redefines the same class; only a different class is a conflict.
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(
                 f"KL controller name {name!r} is taken by {known.__module__}.{known.__qualname__}. Choose another "
@@ -71,12 +71,12 @@ def register_kl_controller(name: str) -> Callable[[_ControllerClass], _Controlle
 
 
 def _find_entry_points() -> dict[str, EntryPoint]:
-    # Asked for anew each time: it is rare, and packages may appear while a notebook runs.
+    # Looked up each time: calls are rare, and packages may be installed while a notebook runs.
     return {entry_point.name: entry_point for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def list_kl_controllers() -> list[str]:
-    """Names that [`get_kl_controller`] knows, those of installed but not yet imported packages included."""
+    """Names that [`get_kl_controller`] knows, including those of installed packages that are not imported yet."""
     return sorted({*_REGISTRY, *_find_entry_points()})
 
 

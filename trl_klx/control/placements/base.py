@@ -57,7 +57,7 @@ class Placement:
 
     @property
     def needs_reference_logps(self) -> bool:
-        """Whether the reference's log-probs are read, and not only what is measured from its pass."""
+        """Whether the placement reads the reference's log-probs, in addition to the measured KL."""
         return False
 
     @property
@@ -67,12 +67,12 @@ class Placement:
 
     @property
     def per_microbatch(self) -> bool:
-        """Whether a micro-batch is all that is looked at together, so that applying must wait for the loss."""
+        """Whether the placement works on one micro-batch at a time, and so must wait for the loss."""
         return False
 
     @property
     def per_batch(self) -> bool:
-        """Whether the whole generation batch is looked at together, so that its KL is needed before the first loss."""
+        """Whether the placement needs the KL of the whole generation batch before the first loss."""
         return False
 
     def answer(self, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> torch.Tensor:
