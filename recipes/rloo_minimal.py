@@ -1,8 +1,8 @@
 """
-RLOO with LoRA and KL control in one file: the reward asks for the letter "e", and the KL to the base model is held.
+RLOO with KL control in one file: the reward asks for the letter "e", and the KL to the initial policy is held.
 
     python recipes/rloo_minimal.py                     # a tiny model that it builds: offline, on a CPU, a minute
-    python recipes/rloo_minimal.py Qwen/Qwen3-0.6B     # a real one, from the Hub or a folder, on a GPU
+    python recipes/rloo_minimal.py Qwen/Qwen3-0.6B     # a real one, from the Hub or a folder, with LoRA
 """
 
 import string
@@ -49,12 +49,12 @@ if __name__ == "__main__":
         num_generations=8,
         per_device_train_batch_size=32,
         max_steps=60,
-        learning_rate=1e-5 if path else 1e-2,
+        learning_rate=1e-5 if path else 1e-3,
         logging_steps=5,
         save_strategy="no",
         report_to="none",
         use_cpu=not on_gpu,
         bf16=on_gpu,
     )
-    lora = LoraConfig(lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM") if path else None
     KLXRLOOTrainer(model, reward, args, prompts, processing_class=tokenizer, peft_config=lora).train()

@@ -240,7 +240,7 @@ def test_plot_overlays_runs_and_draws_each_target(tmp_path, monkeypatch):
     curves = {line.get_label(): list(line.get_ydata()) for line in panel.lines}
     assert curves["one"] == [1.0, 2.0] and curves["two"] == [1.0, 3.0]
     labels = [text.get_text() for text in panel.get_legend().get_texts()]
-    assert labels == ["one", "two", "target of one: 2", "target of two: 3"]
+    assert labels == ["one", "two", "target of one: 2 (±20%)", "target of two: 3 (±20%)"]
     assert [line.get_linestyle() for line in panel.lines[:2]] == ["-", "-."]
     levels = [line.get_ydata()[0] for line in panel.lines if line.get_linestyle() == "--"]
     assert levels == [2.0, 3.0]
@@ -256,7 +256,7 @@ def test_plot_draws_five_panels_unless_it_is_asked_for_all(runs, tmp_path, monke
     titles = ["klx/kl: KL to the reference", "klx/coef: KL coefficient", "reward", "entropy of the policy", "loss"]
     assert [panel.get_title() for panel in panels] == titles
     assert [panel.get_ylabel() for panel in panels] == ["nats", "", "", "nats per token", ""]
-    assert [text.get_text() for text in panels[0].get_legend().get_texts()] == ["ours", "target: 0.5"]
+    assert [text.get_text() for text in panels[0].get_legend().get_texts()] == ["ours", "target: 0.5 (±20%)"]
     assert "more metrics were logged; --all draws them too" in capsys.readouterr().err
     assert main(["plot", str(runs / "ours"), "--all"]) == 0
     assert [panel.get_title() for panel in figures[1].axes[:5]] == titles

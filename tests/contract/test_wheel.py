@@ -1,11 +1,16 @@
-"""The wheel works without the source tree: it installs, imports, trains, and has types for a type checker."""
+"""
+The wheel works without the source tree: it installs, imports, trains, and has types for a type checker. The sdist
+holds what the wheel is built from, and builds the same one.
+"""
 
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import textwrap
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -73,22 +78,38 @@ def run(*command, **kwargs) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """A new virtual environment with the wheel, which uses the dependencies of the current one."""
-    folder = tmp_path_factory.mktemp("wheel")
-    # Built from a copy, because setuptools writes next to the source.
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(SOURCE / "trl_klx", folder / "source" / "trl_klx", ignore=ignore)
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(SOURCE / name, folder / "source")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "source")
-    shutil.rmtree(folder / "source")
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+
+
+def copy_source(folder: Path) -> Path:
+    """Copy the source, because setuptools writes next to it."""
+    shutil.copytree(SOURCE / "trl_klx", folder / "trl_klx", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(SOURCE / name, folder)
+    return folder
+
+
+def build_wheel(source: Path, folder: Path) -> Path:
+    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
     (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    wheel = build_wheel(copy_source(folder / "source"), folder)
+    shutil.rmtree(folder / "source")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def environment(wheel):
+    """A new virtual environment with the wheel, which uses the dependencies of the current one."""
+    folder = wheel.parent
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
     python = folder / "venv" / "bin" / "python"
-    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel)
+    run(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel)
     own = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     # Python ignores `.pth` files in a folder added this way, such as that of an editable install.
     Path(own, "dependencies.pth").write_text(sysconfig.get_path("purelib"))
@@ -119,3 +140,42 @@ def test_the_citation_names_this_version_and_licence(environment):
     ask = "import importlib.metadata as m; d = m.metadata('trl-klx'); print(d['Version'], d['License-Expression'])"
     assert run(environment, "-c", ask).split() == [citation["version"], citation["license"]]
     assert f"## [{citation['version']}]" in (SOURCE / "CHANGELOG.md").read_text()
+
+
+# ---- sdist ----
+
+
+BUILD_SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+
+
+def test_the_sdist_holds_what_the_wheel_is_built_from_and_builds_the_same_one(wheel, tmp_path):
+    source = copy_source(tmp_path / "source")
+    (source / "outputs").mkdir()
+    (source / "outputs" / "model.safetensors").write_text("not for distribution")
+    run(sys.executable, "-c", BUILD_SDIST, tmp_path, cwd=source)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    modules = {str(path.relative_to(SOURCE)) for path in (SOURCE / "trl_klx").rglob("*.py")}
+    assert {"LICENSE", "README.md", "pyproject.toml", "trl_klx/py.typed", *modules} <= names
+    assert not any(name.startswith("outputs") for name in names)
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    again = build_wheel(unpacked, tmp_path)
+    assert again.name == wheel.name
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert {entry.filename: entry.CRC for entry in one.infolist()} == {
+            entry.filename: entry.CRC for entry in other.infolist()
+        }
+
+
+def test_metadata_has_what_an_index_shows(environment):
+    ask = (
+        "import importlib.metadata as m, json; d = m.metadata('trl-klx'); "
+        "print(json.dumps({key: d.get_all(key) for key in ('Author', 'Project-URL', 'Classifier', 'License-File')}))"
+    )
+    shown = yaml.safe_load(run(environment, "-c", ask))
+    assert shown["Author"] and shown["Project-URL"] and shown["License-File"] == ["LICENSE"]
+    # Claim only the versions that CI runs the tests on.
+    pythons = {line.rpartition(" ")[2] for line in shown["Classifier"] if line.startswith("Programming Language")}
+    assert pythons == {"Only", "3.11"}

@@ -44,7 +44,7 @@ def build_run(name: str, output_dir: str, adapter: str, **overrides):
     trainer_class = KLXRLOOTrainer if fields.pop("algorithm", "grpo") == "rloo" else KLXGRPOTrainer
     policy = fields.pop("policy", "fresh")
     fields["extras"] = {"peft_config": lora()} if policy == "fresh" else {}
-    # Longer than the run: TRL itself does not find its way back to the start of an epoch.
+    # Longer than the run; test_epochs.py resumes over several epochs.
     fields.setdefault("dataset", build_dataset(64))
     if policy == "trained":
         fields["model"] = trained_lora(1, scale=0.1)

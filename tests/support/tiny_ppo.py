@@ -314,7 +314,7 @@ def build_resumed_run(name: str, output_dir: str, adapter: str, **overrides):
     extras = {"peft_config": lora()} if fields.pop("lora", False) else {}
     if fields.pop("value_model", False):
         extras["value_model"] = build_scorer(seed=3)
-    # Longer than the run: TRL itself does not find its way back to the start of an epoch.
+    # Longer than the run; test_epochs.py resumes over several epochs.
     return build_ppo(output_dir, dataset=build_dataset(64), extras=extras, **fields)
 
 

@@ -202,7 +202,7 @@ def _draw_panel(axis: "Axes", name: str, runs: Sequence[Run]) -> bool:
     for index, target in list(targets.items())[: 1 if shared else None]:
         color = "0.3" if shared else f"C{index}"
         whose = "" if shared else f" of {runs[index].name}"
-        axis.axhline(target, color=color, linestyle="--", linewidth=1.0, label=f"target{whose}: {target:g}")
+        axis.axhline(target, color=color, linestyle="--", linewidth=1.0, label=f"target{whose}: {target:g} (±20%)")
         axis.axhspan(0.8 * target, 1.2 * target, color=color, alpha=0.12, linewidth=0)
     if name == "klx/coef" and all(value > 0 for one in runs for value in one.values(name)):
         axis.set_yscale("log")

@@ -106,7 +106,7 @@ class KLControl(Steering):
         if heads is not None:
             assert policy.hidden is not None and reference.hidden is not None
             if reference_logps is None:
-                # Both from the same pass, so that rounding does the same to each.
+                # Both from the same pass, so that rounding affects them alike.
                 full, policy_logps, reference_logps = full_kl_and_logps(
                     policy.hidden, reference.hidden, *heads, tokens
                 )

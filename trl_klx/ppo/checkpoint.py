@@ -1,14 +1,14 @@
 """Saving and restoring what PPO adds to the checkpoints of a KLX trainer."""
 
+import copy
 import os
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import load_file
 from torch import nn
 
-from ..checkpoints.kl_state import read_json, write_json, write_weights
+from ..checkpoints.kl_state import read_finite_weights, read_json, write_json, write_weights
 from .value_function import VALUE_MODULE, ValueFunction
 
 
@@ -94,7 +94,7 @@ class PPOCheckpointMixin(_Host):
             )
             return
         try:
-            self.value_function.load_state_dict(load_file(path))
+            self.value_function.load_state_dict(read_finite_weights(path))
         except Exception as error:
             # The other lines list every weight.
             reason = str(error).splitlines()[0]
@@ -108,6 +108,15 @@ class PPOCheckpointMixin(_Host):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._ppo_load_state(checkpoint)
+
+    def _klx_try_restore(self, checkpoint: str, weights: bool = True) -> None:
+        parent: Any = super()
+        parent._klx_try_restore(checkpoint, weights)
+        path = os.path.join(checkpoint, STATE_FILE)
+        if os.path.isfile(path):
+            state = read_json(path)
+            copy.copy(self._ppo_scaler).load_state_dict(state)
+            copy.copy(self.value_function.scale).load_state_dict(state.get(RETURNS), self.accelerator.device)
 
     def _ppo_load_state(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, STATE_FILE)

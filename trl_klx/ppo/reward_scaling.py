@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from ..controllers.base import is_finite_number
+
 
 class RewardScaler:
     """
@@ -75,11 +77,10 @@ class RewardScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key in self.state_dict():
             value = state.get(key)
-            if not (isinstance(value, (int, float)) and math.isfinite(value)) and not (
-                key == "reference_std" and value is None
-            ):
-                raise ValueError(
-                    f"Cannot resume: {key!r} of the reward scaling is {value!r}, expected a finite number."
-                )
+            if key == "reference_std" and value is None:
+                continue
+            if not is_finite_number(value) or (key != "mean" and value < 0):  # type: ignore[operator]
+                expected = "a finite number" if key == "mean" else "a finite number >= 0"
+                raise ValueError(f"Cannot resume: {key!r} of the reward scaling is {value!r}, expected {expected}.")
         self.count, self.mean, self.squares = int(state["count"]), float(state["mean"]), float(state["squares"])
-        self.reference_std = state["reference_std"]
+        self.reference_std = state.get("reference_std")

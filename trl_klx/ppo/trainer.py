@@ -18,6 +18,7 @@ from ..maths.advantages import masked_moments, sequence_means, whiten_with_momen
 from ..maths.gae import clipped_value_loss, compute_gae, shape_rewards
 from ..trainers.grpo import KLXGRPOTrainer
 from .checkpoint import PPOCheckpointMixin
+from .completion_scores import ScoringMixin
 from .config import KLXPPOConfig
 from .critic import CriticMixin
 from .inputs import (
@@ -31,7 +32,6 @@ from .inputs import (
 from .padding import mask_padding, skip_padding_in_other_models, skip_padding_in_policy
 from .policy_layers import freeze_bottom_layers
 from .reward_scaling import RewardScaler
-from .scoring import ScoringMixin
 from .trl112_methods import TRL112Methods
 from .value_function import ValueFunction, ValueHead, call_without_value
 

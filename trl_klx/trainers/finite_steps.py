@@ -206,10 +206,11 @@ class FiniteStepsMixin(ForwardPassMixin):
         losses = self._klx_finite.losses
         if self.accelerator.mixed_precision == "fp16" and losses is not None:
             return losses > 0  # gradients in fp16 overflow now and then, until a smaller scale of the loss is found
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        wrong = ~torch.as_tensor(0.0 if norm is None else norm, device=self.accelerator.device).isfinite()
-        # DeepSpeed's norm is that of the last step it took.
-        return wrong | self.accelerator.optimizer_step_was_skipped if self.is_deepspeed_enabled else wrong
+        if self.is_deepspeed_enabled:
+            # It has made its step by now, or not: nothing else can be reported.
+            return torch.tensor(self.accelerator.optimizer_step_was_skipped, device=self.accelerator.device)
+        finite: torch.Tensor = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).isfinite()
+        return ~finite
 
     def _klx_score_reference(self, args: PassArgs, kwargs: PassKwargs) -> Scored:
         scored = super()._klx_score_reference(args, kwargs)
