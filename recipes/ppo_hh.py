@@ -5,6 +5,7 @@ With no arguments it runs offline on a laptop CPU, with tiny models and dialogue
 
 ```bash
 accelerate launch recipes/ppo_hh.py
+accelerate launch recipes/ppo_hh.py --quick    # a minute, to try it
 ```
 
 On real models and data (see `recipes/ppo_hh_1b.yaml` and its siblings):

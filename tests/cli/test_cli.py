@@ -400,7 +400,7 @@ def test_simulate_on_real_runs(runs, tmp_path):
     [
         (["--target", "1"], 2, "--target has no effect without --simulate"),
         (["--simulate", "theirs"], 2, "the run has no target. Set --target"),
-        (["--simulate", "ours", "--target", "-1"], 2, "`target` must be a positive finite number, but got -1.0"),
+        (["--simulate", "ours", "--target", "-1"], 2, "`target` must be a finite number > 0 (nats), got -1.0"),
         (["--simulate", "ours", "--controllers", "fuzzy"], 2, "unknown controller 'fuzzy'. Choose from adaptive"),
         (["--simulate", "ours", "--kwargs", '{"kp": 1}'], 2, "--kwargs is for one controller"),
         (["--simulate", "ours", "--controllers", "pid", "--kwargs", "kp=1"], 2, "--kwargs is not JSON"),

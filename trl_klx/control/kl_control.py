@@ -13,7 +13,7 @@ from ..maths.estimators import estimate_full_kl, estimate_kl, full_kl_and_logps
 from ..maths.totals import kl_totals, sum_kl_per_sequence
 from ..references.base import KLReference
 from .exact_kl import Head
-from .rollout import Rollout, Scored, TokenKL
+from .rollout import Pull, Rollout, Scored, TokenKL
 from .steering import Steering
 
 
@@ -130,7 +130,7 @@ class KLControl(Steering):
         kl: TokenKL,
         mask: torch.Tensor,
         adjustment: torch.Tensor | None = None,
-        advantages: torch.Tensor | None = None,
+        pull: Pull | None = None,
     ) -> None:
         """
         Add a measured batch, or micro-batch, to the sums of a rollout.
@@ -144,8 +144,8 @@ class KLControl(Steering):
                 Tokens whose KL counts.
             adjustment (`torch.Tensor` of shape `(B, T)`, *optional*):
                 What the penalty adds to the advantages.
-            advantages (`torch.Tensor` of shape `(B,)`, *optional*):
-                Centered advantages without the penalty, from which controllers see how the reward drives the KL.
+            pull ([`Pull`], *optional*):
+                What moves the policy along the KL.
         """
         sums, dtype = rollout.sums, wide_dtype(mask.device)
         sums.add("kl", *kl_totals(kl.statistic, mask))  # sum, tokens, completions with tokens
@@ -157,10 +157,13 @@ class KLControl(Steering):
         sums.add("squares", totals.square().sum(), (totals * sizes).sum(), sizes.square().sum())
         if adjustment is not None:
             sums.add("adjustment", adjustment.abs().sum())
-        if advantages is not None:
+        if pull is not None:
             k1 = torch.where(mask, kl.k1.float(), 0.0).to(dtype)
-            drives = advantages.to(dtype) * k1.sum(dim=1)
-            sums.add("drive", drives.sum(), drives.square().sum(), k1.square().sum(), advantages.abs().sum())
+            advantages = pull.advantages.to(dtype)
+            advantages = advantages if advantages.dim() > 1 else advantages.unsqueeze(1)
+            charged = k1 if pull.charged is None else pull.charged.to(dtype)
+            drives = (advantages * k1).sum(dim=1)
+            sums.add("drive", drives.sum(), drives.square().sum(), (charged * k1).sum(), advantages.abs().sum())
 
     def finish(
         self, rollout: Rollout, reduce: Callable[[torch.Tensor], torch.Tensor], train: bool

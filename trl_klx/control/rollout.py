@@ -47,6 +47,21 @@ class Scored:
         return Scored(None if logps is None else logps.float(), hidden, values)
 
 
+class Pull(NamedTuple):
+    """
+    What moves the policy along the KL, from which controllers see how a coefficient will act.
+
+    Attributes:
+        advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`):
+            Centered advantages without the penalty.
+        charged (`torch.Tensor` of shape `(B, T)`, *optional*):
+            What one unit of coefficient takes off the advantage of each token. If unset, the token's own `k1`.
+    """
+
+    advantages: torch.Tensor
+    charged: torch.Tensor | None = None
+
+
 class TokenKL(NamedTuple):
     """
     The KL of each token, `(B, T)`, three ways: by the estimator that is penalised, by that of the statistic, and by

@@ -9,6 +9,7 @@ from typing import Any
 from .base import BatchMeasurement, is_saved_kl
 from .hold import lr_guard_factor
 from .remedies import how_to_lower_kl, how_to_raise_kl
+from .setting_rules import SETTING_RULES
 from .tracking_error import relative_rms_error
 
 
@@ -44,8 +45,7 @@ class KLAdviser:
     HELD_MEAN, HELD_ERROR = 0.1, 0.2
 
     def __init__(self, target: float, controller: str, max_coef: float = 10.0, guarded: bool = False) -> None:
-        if not (math.isfinite(target) and target > 0):
-            raise ValueError(f"`target` must be a positive finite number, but got {target!r}. Set the KL to hold.")
+        SETTING_RULES["target"].check("target", target)
         self.target, self.controller, self.max_coef, self.guarded = float(target), controller, float(max_coef), guarded
         self._kls: list[float] = []
         self._moves: deque[float] = deque(maxlen=self.WINDOW)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
+from .setting_rules import check_settings
+
 
 SETTINGS = ("target", "horizon", "min_coef", "max_coef")
 
@@ -133,36 +135,8 @@ class KLController(ABC):
         min_coef: float = 1e-4,
         max_coef: float = 10.0,
     ) -> None:
-        if not is_finite_number(init_coef) or init_coef < 0:
-            raise ValueError(
-                f"`init_coef` (`kl_penalty_coef`) must be a finite number >= 0, but got {init_coef!r}. "
-                "Set a small positive value such as 0.05."
-            )
-        if target is None and self.needs_target:
-            raise ValueError(
-                f"{type(self).__name__} needs a `target`, but got {target!r}. Set `target` (`kl_target`) to the KL to "
-                "hold, e.g. 6.0 nats per sequence, or use the 'fixed' controller."
-            )
-        if target is not None:
-            check_positive("target", target, "Set `target` (`kl_target`) to the KL to hold, in nats.")
-        check_positive("horizon", horizon, "Set `horizon` (`kl_horizon`) to a number of episodes such as 10000.")
-        check_positive("min_coef", min_coef, "Set `min_coef` (`kl_coef_min`) to a small value such as 1e-4.")
-        check_positive("max_coef", max_coef, "Set `max_coef` (`kl_coef_max`) to a large value such as 10.0.")
-        if max_coef < min_coef:
-            raise ValueError(
-                f"`max_coef` ({max_coef!r}) is smaller than `min_coef` ({min_coef!r}). Swap or widen the bounds "
-                "(`kl_coef_min`, `kl_coef_max`)."
-            )
-        if init_coef == 0 and self.multiplicative:
-            raise ValueError(
-                f"`init_coef` (`kl_penalty_coef`) is {init_coef!r}, but a multiplicative rule cannot leave 0. Set a "
-                f"value in [{min_coef}, {max_coef}], or use the 'fixed' controller."
-            )
-        if ("min_coef" in self.uses and init_coef < min_coef) or ("max_coef" in self.uses and init_coef > max_coef):
-            raise ValueError(
-                f"`init_coef` (`kl_penalty_coef`) is {init_coef!r}, outside of [{min_coef}, {max_coef}]. Set a value "
-                "inside, or move `min_coef` and `max_coef` (`kl_coef_min`, `kl_coef_max`)."
-            )
+        settings = {"init_coef": init_coef, "target": target, "horizon": horizon}
+        check_settings(type(self), type(self).__name__, settings | {"min_coef": min_coef, "max_coef": max_coef})
         self.init_coef = float(init_coef)
         self.target = None if target is None else float(target)
         self.horizon = float(horizon)

@@ -8,6 +8,7 @@ from typing import Any
 from ..maths.estimators import KL_UNITS
 from .base import is_saved_kl
 from .remedies import how_to_lower_kl, how_to_raise_kl
+from .setting_rules import SETTING_RULES
 
 
 _TYPICAL_TARGETS = {
@@ -37,8 +38,7 @@ class DriftMonitor:
     """
 
     def __init__(self, target: float, window: int, unit: str = "sequence", controller: str = "fixed") -> None:
-        if not (math.isfinite(target) and target > 0):
-            raise ValueError(f"`target` must be a positive finite number, but got {target!r}. Set the KL to hold.")
+        SETTING_RULES["target"].check("target", target)
         if window < 1:
             raise ValueError(f"`window` must be at least 1, but got {window!r}. Build no monitor to switch it off.")
         if unit not in KL_UNITS:

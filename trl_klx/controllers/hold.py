@@ -71,7 +71,10 @@ class HoldKLController(KLController):
         **kwargs: Any,
     ) -> None:
         self.constants = constants if isinstance(constants, HoldConstants) else HoldConstants(**(constants or {}))
-        super().__init__(FIRST_COEF if init_coef is None else init_coef, **kwargs)
+        if init_coef is None:
+            low, high = (kwargs.get(name, FIRST_COEF) for name in ("min_coef", "max_coef"))
+            init_coef = min(max(FIRST_COEF, low), high)
+        super().__init__(init_coef, **kwargs)
         self._state = replace(
             self._state,
             value=self._bound(self._state.value),

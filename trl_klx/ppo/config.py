@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
+from ..controllers.setting_rules import FieldRule, number
 from ..trainers.config import KLXGRPOConfig
-from ..trainers.field_rules import FieldRule, number, one_of
+from ..trainers.field_rules import one_of
 from .trl112_fields import TRL112_RULES, TRL112Fields
 
 

@@ -13,8 +13,8 @@ from trl.trainer.utils import get_config_model_id
 from ..checkpoints.integrity import check_checkpoints
 from ..control.forward_pass import narrow_tiles
 from ..control.placements import Batch
-from ..control.rollout import Rollout, Scored
-from ..maths.advantages import masked_moments, sequence_means, whiten_with_moments
+from ..control.rollout import Pull, Rollout, Scored, TokenKL
+from ..maths.advantages import masked_mean, masked_moments, sequence_means, whiten_with_moments
 from ..maths.gae import clipped_value_loss, compute_gae, shape_rewards
 from ..trainers.grpo import KLXGRPOTrainer
 from .checkpoint import PPOCheckpointMixin
@@ -234,18 +234,28 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
         batch: Batch = parent._generate_and_score_completions(inputs)
         return batch
 
-    def _klx_reward_advantages(self, batch: Batch) -> torch.Tensor | None:
-        return None  # TRL's advantages are relative to groups
+    def _klx_pull(self, batch: Batch, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> Pull | None:
+        if rollout.policy is None or rollout.policy.values is None:
+            return None  # in one pass, the values come too late for the controller
+        args, mask = self.args, mask & batch["ppo_scorable"].unsqueeze(1)
+        rewards = shape_rewards(batch["ppo_scores"], torch.zeros_like(kl.k1), mask, 1.0)
+        advantages, _ = compute_gae(rewards, rollout.policy.values, mask, args.gamma, args.lam)
+        if not self._klx_placement.in_token_rewards:
+            return Pull(whiten_with_moments(advantages, mask, masked_moments(advantages, mask)))
+        # The estimation is linear, so a penalty in the rewards reaches the advantages as a reward without values
+        # would. Whitening divides both by the same number.
+        charged, _ = compute_gae(torch.where(mask, kl.k1, 0.0), torch.zeros_like(kl.k1), mask, args.gamma, args.lam)
+        return Pull(*(torch.where(mask, part - masked_mean(part, mask), 0.0) for part in (advantages, charged)))
 
     def _klx_score_batch(self, batch: Batch, rollout: Rollout) -> None:
         if rollout.policy is None and not self._ppo_in_one_pass:
             rollout.policy = rollout.clean = self._klx_score_policy(*self._klx_forward_arguments(batch))
-        super()._klx_score_batch(batch, rollout)
         assert rollout.rewards is not None
         scores, scorable = self._ppo_score(batch, rollout.rewards)
         # TRL shuffles the batch before the loss, so each completion keeps its row number.
         rows = torch.arange(len(scores), device=scores.device)
         batch |= {"ppo_scores": scores, "ppo_scorable": scorable, "ppo_rows": rows}
+        super()._klx_score_batch(batch, rollout)
         if rollout.policy is not None:
             assert rollout.policy.values is not None
             self._ppo_estimate(batch, rollout.policy.values)

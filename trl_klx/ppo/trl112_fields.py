@@ -4,7 +4,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..trainers.field_rules import number, one_of
+from ..controllers.setting_rules import number
+from ..trainers.field_rules import one_of
 
 
 if TYPE_CHECKING:

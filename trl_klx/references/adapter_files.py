@@ -57,6 +57,10 @@ def read_adapter_config(folder: str) -> PeftConfig:
     file = os.path.join(folder, CONFIG_FILE)
     if not os.path.isfile(file):
         hint = " It holds a full model." if glob.glob(os.path.join(glob.escape(folder), "model*.safetensors")) else ""
+        found = glob.glob(os.path.join(glob.escape(folder), "checkpoint-*"))
+        if found:
+            names = ", ".join(sorted(map(os.path.basename, found)))
+            hint += f" It is the folder of a run; choose one of its checkpoints: {names}."
         raise UnusableAdapterError(f"it has no `{CONFIG_FILE}`.{hint}")
     try:
         with open(file, encoding="utf-8") as stream:

@@ -13,6 +13,7 @@ from ..control.steering import Steering
 from ..controllers.advice import KLAdviser
 from ..controllers.base import BatchMeasurement, KLController
 from ..controllers.registry import get_kl_controller, get_kl_controller_class
+from .field_rules import doubt_target
 
 
 # Key of our state in `trainer_state.json`. It is deliberately not a class name: transformers would build a callback
@@ -130,6 +131,10 @@ class KLXCallback(TrainerCallback):
         beta = getattr(trainer, self._attribute)
         _check_beta(beta)
         built = _build_controller(controller, target, beta if coef is None else coef, coef is None, kwargs)
+        unit = "sequence" if logged.key == "objective/kl" else "token"
+        doubt = None if built.target is None or kl_key is not None else doubt_target(built.target, unit)
+        if doubt is not None:
+            warnings.warn(f"`target={built.target!r}` {doubt}", stacklevel=2)
         name = controller if isinstance(controller, str) else type(controller).__name__
         adviser = None if built.target is None else KLAdviser(built.target, name, built.max_coef, guarded=True)
         self.steering = Steering(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..control.placements import list_placements
 from ..controllers.base import KLController
+from ..controllers.setting_rules import check_settings
 from ..references.kinds import REFERENCE_FIELDS, chosen_reference_fields
-from .field_rules import KL_RULES, doubt_target, one_of
+from .field_rules import FIELDS_OF_SETTINGS, KL_RULES, doubt_target, one_of
 from .kl_fields import KLFields, get_kl_controller_class_or_raise
 from .launch_check import find_overwritten
 
@@ -31,8 +32,6 @@ MONITOR_FIELDS = {
     "kl_target_unit",
     "kl_warn_window",
 }
-# Controller settings by the name of the config field that carries them.
-CONTROLLER_FIELDS = {"kl_horizon": "horizon", "kl_coef_min": "min_coef", "kl_coef_max": "max_coef"}
 
 
 class KLConfigChecks(KLFields, _Host):
@@ -57,11 +56,6 @@ class KLConfigChecks(KLFields, _Host):
             if value is not None or defaults[name] is not None:
                 rule.check(name, value)
         one_of(list_placements(self._algorithm)).check("kl_placement", self.kl_placement)
-        if self.kl_coef_min > self.kl_coef_max:
-            raise ValueError(
-                f"`kl_coef_min` ({self.kl_coef_min!r}) must not exceed `kl_coef_max` ({self.kl_coef_max!r}). Swap "
-                "them or widen the interval."
-            )
 
     def _validate_kl_combinations(self) -> None:
         self._refuse_inert_fields()
@@ -168,7 +162,11 @@ class KLConfigChecks(KLFields, _Host):
     def _warn_of_the_other_unit(self) -> None:
         doubt = None if self.kl_target is None else doubt_target(self.kl_target, self.kl_target_unit)
         if doubt is not None:
-            warnings.warn(doubt, stacklevel=5)
+            other = "sequence" if self.kl_target_unit == "token" else "token"
+            warnings.warn(
+                f"`kl_target={self.kl_target!r}` {doubt} Set `kl_target_unit={other!r}`, or another `kl_target`.",
+                stacklevel=5,
+            )
 
     def _warn_of_overwriting(self) -> None:
         """Warn if a run that takes its reference from an earlier run will overwrite the rest of that run."""
@@ -241,26 +239,19 @@ class KLConfigChecks(KLFields, _Host):
     def _validate_kl_controller(self) -> None:
         name = self.kl_controller_name
         controller_class = get_kl_controller_class_or_raise(name)
-        if controller_class.needs_target and self.kl_target is None:
-            raise ValueError(
-                f"`kl_controller={name!r}` needs `kl_target`, got None. Set `kl_target` to the KL to hold (5-6 nats "
-                "per sequence is typical), or `kl_controller='fixed'`."
-            )
+        settings = {setting: getattr(self, field) for setting, field in FIELDS_OF_SETTINGS.items()}
+        settings["init_coef"] = self.kl_init_coef
+        check_settings(controller_class, f"`kl_controller={name!r}`", settings, FIELDS_OF_SETTINGS)
         defaults = {f.name: f.default for f in fields(type(self))}
-        for field_name, setting in CONTROLLER_FIELDS.items():
+        for setting, field_name in FIELDS_OF_SETTINGS.items():
             value = getattr(self, field_name)
+            if setting in ("init_coef", "target"):
+                continue  # every controller reads the first, and the diagnostics read the second
             if value != defaults[field_name] and setting not in controller_class.uses:
                 raise ValueError(
                     f"`{field_name}={value!r}` has no effect with `kl_controller={name!r}`. Unset it, or choose a "
                     "controller that uses it."
                 )
-        bounded = {"min_coef", "max_coef"} <= controller_class.uses
-        start = self.kl_init_coef
-        if start and bounded and not self.kl_coef_min <= start <= self.kl_coef_max:
-            raise ValueError(
-                f"`kl_penalty_coef={start!r}` lies outside [`kl_coef_min`, `kl_coef_max`] = "
-                f"[{self.kl_coef_min!r}, {self.kl_coef_max!r}]. Start inside the bounds, or widen them."
-            )
         if self.kl_lr_guard:
             self._validate_lr_guard(controller_class)
         if self.kl_target is None and self.kl_warn_window not in (0, defaults["kl_warn_window"]):

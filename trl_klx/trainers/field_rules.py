@@ -1,56 +1,13 @@
 """What a sound value of a config field is, and what to set instead of one that is not."""
 
-import math
-import sys
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
 
+from ..controllers.setting_rules import SETTING_RULES, FieldRule, number
 from ..maths.estimators import KL_ESTIMATORS, KL_UNITS
 
 
-KL_PLACEMENTS = ("advantage", "loss", "reward")  # ours; [`register_placement`] adds to them
 KL_CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
 KL_STATISTICS = ("k3", "full")
-
-
-@dataclass(frozen=True)
-class FieldRule:
-    """
-    Attributes:
-        is_sound (`Callable`):
-            Whether a value is sound.
-        sound (`str`):
-            What a sound value is, after "must be".
-        remedy (`str`):
-            What to set instead.
-    """
-
-    is_sound: Callable[[Any], bool]
-    sound: str
-    remedy: str
-
-    def check(self, name: str, value: Any) -> None:
-        """Refuse a value of the field `name` that is not sound."""
-        if not self.is_sound(value):
-            raise ValueError(f"`{name}` must be {self.sound}, got {value!r}. {self.remedy}")
-
-
-def is_number(value: Any) -> bool:
-    """Whether the value is a number that a float can hold; NaN and infinities are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def number(
-    interval: str, low: float, remedy: str, high: float = math.inf, *, above: bool = False, kind: type = float
-) -> FieldRule:
-    """A finite number of at least `low`, or above it, and at most `high`."""
-
-    def is_sound(value: Any) -> bool:
-        sound = is_number(value) and low <= value <= high and not (above and value == low)
-        return sound and (kind is float or isinstance(value, kind))
-
-    return FieldRule(is_sound, f"{'an integer' if kind is int else 'a finite number'} {interval}", remedy)
 
 
 def one_of(choices: Collection[str], remedy: str = "Set it to one of them.") -> FieldRule:
@@ -61,22 +18,30 @@ def one_of(choices: Collection[str], remedy: str = "Set it to one of them.") -> 
 
 def doubt_target(target: float, unit: str) -> str | None:
     """What to say of a target that looks as if it were meant in the other unit; `None` of any other."""
+    words = {"sequence": "a sum per completion", "token": "a mean per token"}
     if unit == "token" and target >= 1.0:
-        other, looks = "sequence", "a sum per completion"
+        looks = words["sequence"]
     elif unit == "sequence" and target <= 0.1:
-        other, looks = "token", "a mean per token"
+        looks = words["token"]
     else:
         return None
     return (
-        f"`kl_target={target!r}` looks like {looks}, but `kl_target_unit={unit!r}`. Usual targets are 0.01 to 0.2 "
-        "nats per token and 1 to 10 nats per sequence; as a rule of thumb, tokens x 0.1 = nats per sequence. Set "
-        f"`kl_target_unit={other!r}`, or another `kl_target`."
+        f"looks like {looks}, but is taken as {words[unit]}. Usual targets are 0.01 to 0.2 nats per token and 1 to 10 "
+        "nats per sequence; as a rule of thumb, tokens x 0.1 = nats per sequence."
     )
 
 
+# The controller settings, by the config field that carries each.
+FIELDS_OF_SETTINGS = {
+    "init_coef": "kl_penalty_coef",
+    "target": "kl_target",
+    "horizon": "kl_horizon",
+    "min_coef": "kl_coef_min",
+    "max_coef": "kl_coef_max",
+}
 # Fields that default to None may also be None.
 KL_RULES = {
-    "kl_penalty_coef": number(">= 0", 0.0, "0.0 switches the KL penalty off, 0.05 is a usual strength."),
+    **{field: SETTING_RULES[setting] for setting, field in FIELDS_OF_SETTINGS.items()},
     "kl_penalty_reference_step": number(
         ">= 0",
         0,
@@ -101,11 +66,7 @@ KL_RULES = {
         'Write it as ["eos"], or leave it unset so that every token counts.',
     ),
     "kl_update_target": number("> 0 (nats)", 0.0, "Leave it unset to make every pass.", above=True),
-    "kl_target": number("> 0 (nats)", 0.0, "Leave it unset for a fixed coefficient.", above=True),
     "kl_target_unit": one_of(KL_UNITS),
-    "kl_horizon": number("> 0 (completions)", 0, "The default is 10000; shorter adapts faster.", above=True),
-    "kl_coef_min": number("> 0", 0.0, "Set it to a small value such as 1e-4.", above=True),
-    "kl_coef_max": number("> 0", 0.0, "Set it to a large value such as 10.0.", above=True),
     "kl_controller_kwargs": FieldRule(
         lambda value: isinstance(value, dict),
         "a dict or a JSON object",

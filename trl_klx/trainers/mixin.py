@@ -36,7 +36,7 @@ from ..control.forward_pass import has_dropout
 from ..control.metrics import Sums, read_metrics
 from ..control.other_kls import UpdateLimit, add_sampler_kl, check_update_target
 from ..control.placements import Batch, Placement
-from ..control.rollout import Rollout, Scored, TokenKL
+from ..control.rollout import Pull, Rollout, Scored, TokenKL
 from ..maths.estimators import estimate_full_kl
 from .completions_table import CompletionKLs
 from .config import KLXConfigMixin
@@ -219,18 +219,18 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLX
     def _klx_apply(self, batch: Batch, rollout: Rollout, kl: TokenKL) -> None:
         """Enter the penalty of a measured batch, and count the batch."""
         mask = self._klx_control.mask(self._klx_generated(batch), batch["completion_ids"])
-        advantages = self._klx_reward_advantages(batch)
+        pull = self._klx_pull(batch, rollout, kl, mask)
         adjustment = self._klx_placement.apply(batch, kl, mask, rollout.coef)
         if rollout.deferred and rollout.pending == 0:
             return  # a second pass over micro-batches that were counted in the first
         if self.log_completions:
             self._klx_completions.fill(batch, kl.statistic, mask)
-        self._klx_control.add(rollout, kl, mask, adjustment, advantages)
+        self._klx_control.add(rollout, kl, mask, adjustment, pull)
 
-    def _klx_reward_advantages(self, batch: Batch) -> torch.Tensor | None:
-        """The advantage of each completion before the penalty, `(B,)`; `None` where the penalty is already in it."""
+    def _klx_pull(self, batch: Batch, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> Pull | None:
+        """What moves the policy along the KL; `None` where the penalty is already in the advantages."""
         advantages: torch.Tensor = batch["advantages"]
-        return None if self._klx_placement.asks_at_generation or advantages.dim() > 1 else advantages
+        return None if self._klx_placement.asks_at_generation or advantages.dim() > 1 else Pull(advantages)
 
     def _klx_finish(self, rollout: Rollout) -> None:
         mode = self._klx_mode

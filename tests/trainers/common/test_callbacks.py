@@ -272,7 +272,7 @@ def test_resumption_with_another_controller_or_none(tmp_path):
     state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
     state["stateful_callbacks"]["klx"] = trainer.state.stateful_callbacks["klx"]
     (tmp_path / "checkpoint-3" / "trainer_state.json").write_text(json.dumps(state))
-    with pytest.warns(UserWarning, match=r"\('PIDKLController', 0.05\) then, \('FixedKLController', 0.05\) now"):
+    with pytest.warns(UserWarning, match="'name': 'pid'.* then, .*'name': 'fixed', 'init_coef': 0.05.* now"):
         trainer = run(build_trainer(GRPOTrainer, tmp_path, **longer), "fixed", resume=True)
     assert logged(trainer, "klx/coef") == [0.05]
 
@@ -297,7 +297,7 @@ def test_refused_trainers(tmp_path):
 
 def test_refused_settings(tmp_path):
     trainer = build_trainer(GRPOTrainer, tmp_path, beta=0.1)
-    with pytest.raises(ValueError, match="PIDKLController needs a `target`"):
+    with pytest.raises(ValueError, match="HoldKLController needs `target`"):
         KLXCallback(trainer)
     with pytest.raises(ValueError, match="Unknown KL controller 'pdi'. Choose one of adaptive"):
         KLXCallback(trainer, "pdi", target=1.0)

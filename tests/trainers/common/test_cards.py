@@ -101,7 +101,7 @@ def test_a_run_that_only_measured(tmp_path):
     trainer.train()
     rows = rows_of(card_of(trainer, tmp_path))
     del rows["reference"]
-    assert list(rows) == ["`kl_statistic`", "`kl_target`", "`kl_monitor`", "KL at step 1", "KL coefficient at step 1"]
+    assert list(rows) == ["`kl_target`", "`kl_statistic`", "`kl_monitor`", "KL at step 1", "KL coefficient at step 1"]
 
 
 @pytest.mark.parametrize("trainer_class", [KLXGRPOTrainer, KLXRLOOTrainer])

@@ -321,23 +321,23 @@ class TestConstruction:
     @pytest.mark.parametrize("name", ADAPTIVE)
     @pytest.mark.parametrize("value", [1e-5, 11.0])
     def test_init_coef_outside_the_bounds(self, name, value):
-        with pytest.raises(ValueError, match=f"`init_coef`.*{value}.*outside"):
+        with pytest.raises(ValueError, match=f"`init_coef={value}`.*outside"):
             build(name, init_coef=value)
 
     @pytest.mark.parametrize("name", ADAPTIVE)
     def test_target_is_needed(self, name):
-        with pytest.raises(ValueError, match="needs a `target`.*None.*kl_target"):
+        with pytest.raises(ValueError, match="needs `target`, got None.*hold"):
             build(name, target=None)
 
     @pytest.mark.parametrize("setting", ["target", "horizon", "min_coef", "max_coef"])
     @pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF, "1"])
     @pytest.mark.parametrize("name", ADAPTIVE)
     def test_bad_settings(self, name, setting, value):
-        with pytest.raises(ValueError, match=f"`{setting}` must be a positive.*{value!r}.*Set"):
+        with pytest.raises(ValueError, match=f"`{setting}` must be a finite number > 0.*{value!r}"):
             build(name, **{setting: value})
 
     def test_swapped_bounds(self):
-        with pytest.raises(ValueError, match=r"`max_coef` \(0.01\).*`min_coef` \(1.0\)"):
+        with pytest.raises(ValueError, match=r"`min_coef` \(1.0\) must not exceed `max_coef` \(0.01\)"):
             build("adaptive", min_coef=1.0, max_coef=0.01)
 
     @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class Placement:
     - `centers` (`bool`): whether `kl_centering` and `kl_discount` act here.
     - `asks_at_generation` (`bool`): whether TRL must ask for the reference's log-probs while it generates.
     - `in_loss` (`bool`): whether `loss_term` needs the reference's forward pass.
+    - `in_token_rewards` (`bool`): whether the penalty is part of the rewards from which PPO estimates advantages.
 
     Args:
         args ([`KLXConfigMixin`]):
@@ -41,6 +42,7 @@ class Placement:
     centers: ClassVar[bool] = False
     asks_at_generation: ClassVar[bool] = False
     in_loss: ClassVar[bool] = False
+    in_token_rewards: ClassVar[bool] = False
 
     def __init__(self, args: Any, accelerator: Accelerator):
         self.args = args

@@ -59,5 +59,7 @@ class RLOOReward(SequenceRewardPlacement):
 class PPOReward(ScorePlacement):
     """A reward of `-coef * kl_t` for each token, before the advantages are estimated."""
 
+    in_token_rewards = True
+
     def apply(self, batch: Batch, kl: TokenKL, mask: torch.Tensor, coef: float) -> None:
         batch["klx_penalty"] = coef * torch.where(mask, kl.penalised, 0.0)
