@@ -12,6 +12,7 @@ from ..maths.estimators import KL_ESTIMATORS, KL_UNITS
 KL_PLACEMENTS = ("advantage", "loss", "reward")  # ours; [`register_placement`] adds to them
 KL_CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
 KL_STATISTICS = ("k3", "full")
+KL_REF_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ def doubt_target(target: float, unit: str) -> str | None:
     )
 
 
+_PATH = FieldRule(
+    lambda value: isinstance(value, str) and value != "",
+    "a non-empty path",
+    "Leave it unset for another reference.",
+)
 # Fields that default to None may also be None.
 KL_RULES = {
     "kl_penalty_coef": number(">= 0", 0.0, "0.0 switches the KL penalty off, 0.05 is a usual strength."),
@@ -83,11 +89,9 @@ KL_RULES = {
         "Set it to 0 for the initial policy, to N for `checkpoint-N` in `output_dir`, or leave it unset.",
         kind=int,
     ),
-    "kl_ref_adapter_path": FieldRule(
-        lambda value: isinstance(value, str) and value != "",
-        "a non-empty path",
-        "Leave it unset for another reference.",
-    ),
+    "kl_ref_adapter_path": _PATH,
+    "kl_ref_model_path": _PATH,
+    "kl_ref_dtype": one_of(KL_REF_DTYPES, "Leave it unset for the policy's."),
     "kl_ref_lag": number(">= 1", 1, "Leave it unset for a fixed reference.", kind=int),
     "kl_ref_sync_steps": number(">= 1", 1, "Leave it unset for a fixed reference.", kind=int),
     "kl_ref_mixup_alpha": number("in (0, 1]", 0.0, "Leave it unset to copy at each refresh.", 1.0, above=True),
