@@ -24,6 +24,9 @@ from trl_klx import KLXPPOConfig, KLXPPOTrainer
 
 CASES = {
     "full fine-tuning, initial weights": {},
+    "full fine-tuning, the same model by path": {"kl_ref_model_path": "{model}"},
+    "the same by path, in bf16": {"kl_ref_model_path": "{model}", "kl_ref_dtype": "bfloat16"},
+    "LoRA, a model by path, in bf16": {"lora": True, "kl_ref_model_path": "{model}", "kl_ref_dtype": "bfloat16"},
     "full fine-tuning, num_layers_unfrozen=2": {"num_layers_unfrozen": 2},
     "LoRA, base model": {"lora": True},
     "LoRA, step 0": {"lora": True, "kl_penalty_reference_step": 0},
@@ -62,6 +65,9 @@ def main() -> None:
         fields = dict(case)
         lora = fields.pop("lora", False)
         with tempfile.TemporaryDirectory() as folder:
+            if "kl_ref_model_path" in fields:
+                fields["kl_ref_model_path"] = os.path.join(folder, "model")
+                LlamaForCausalLM(config).save_pretrained(fields["kl_ref_model_path"])
             args = KLXPPOConfig(folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], **fields)
             trainer = KLXPPOTrainer(
                 args=args,

@@ -301,6 +301,12 @@ def test_references_have_the_hashes_that_trainers_store(trained, capsys):
         assert trainer.kl_reference.identity["hash"] == listed["checkpoint-1"]["hash"]
         assert listed["checkpoint-1"]["hash"] != listed["checkpoint-2"]["hash"]
         assert listed["step 0"] == {"use": "kl_penalty_reference_step: 0"}
+        if kind == "full":
+            assert listed["checkpoint-2"]["or"] == f"kl_ref_model_path: {trained / 'full' / 'checkpoint-2'}"
+            for name in ("checkpoint-2", "the folder itself"):
+                settings = yaml.safe_load(listed[name]["or" if name == "checkpoint-2" else "use"])
+                trainer = build_trainer(KLXGRPOTrainer, trained / "x", kl_penalty_coef=0.1, **settings)
+                assert trainer.kl_reference.identity["hash"] == listed[name]["hash"]
     settings = yaml.safe_load(listed["the folder itself"]["use"])
     assert settings == {"kl_ref_adapter_path": str(trained / "lora")}
     trainer = build_trainer(KLXGRPOTrainer, trained / "x", extras=extras, kl_penalty_coef=0.1, **settings)
@@ -312,7 +318,7 @@ def test_references_command(trained):
     done = command("references", "full", cwd=trained)
     assert done.returncode == 0, done.stderr
     listed = parse_references(done.stdout)
-    assert "a model is chosen by its step" in listed["the folder itself"]["why"]
+    assert listed["the folder itself"]["use"] == "kl_ref_model_path: full"
     state = json.loads((trained / "full" / "checkpoint-2" / "kl_state.json").read_text())
     last = done.stdout.strip().split("\n")[-1]
     assert last == f"checkpoint-1, checkpoint-2: trained against: kind step, step 0, hash {state['reference']['hash']}"

@@ -54,6 +54,8 @@ class Engine:
 FEW = (
     "grpo-lora-adapter",
     "grpo-lora-lag",
+    "grpo-lora-model-exact",
+    "grpo-full-model",
     "grpo-full-base-exact",
     "rloo-lora-step",
     "ppo-lora-start",
@@ -68,10 +70,12 @@ def some(names: list[str]) -> list[str]:
 
 
 ENGINES = {
-    "ddp": Engine(TORCHRUN, "MULTI_CPU", some(cases("adapter", "lag", "step"))),
+    "ddp": Engine(TORCHRUN, "MULTI_CPU", some(cases("adapter", "lag", "step", "model", "passed"))),
     "ddp-accelerate": Engine(by_accelerate("multi_gpu.yaml"), "MULTI_CPU", ["grpo-lora-adapter", "ppo-lora-lag"]),
     "fsdp2": Engine(by_accelerate("fsdp2.yaml"), "FSDP", some(list(CASES)), sharded=True),
-    "zero2": Engine(by_accelerate("zero2.yaml", "--mixed_precision", "no"), "DEEPSPEED", some(cases("lag", "frozen"))),
+    "zero2": Engine(
+        by_accelerate("zero2.yaml", "--mixed_precision", "no"), "DEEPSPEED", some(cases("lag", "frozen", "model"))
+    ),
     "zero3": Engine(TORCHRUN, "DEEPSPEED", some([name for name in CASES if "sync" not in name]), sharded=True),
     # Weights below a threshold are partitioned but kept gathered, as in the recipe.
     "zero3-accelerate": Engine(

@@ -24,6 +24,8 @@ KL_FIELDS = {
     "kl_penalty_coef": [0.0, 1e-4, 0.05, 0.3, 5, 10.0, 1e3],
     "kl_penalty_reference_step": [0, 2, 7],
     "kl_ref_adapter_path": ["{adapter}", "{missing}"],
+    "kl_ref_model_path": ["{teacher}", "{missing}"],
+    "kl_ref_dtype": ["float32", "bfloat16"],
     "kl_ref_lag": [1, 2, 5],
     "kl_ref_sync_steps": [1, 2],
     "kl_ref_mixup_alpha": [0.3, 1.0],
@@ -103,6 +105,7 @@ TRAINERS = {
 def places(tmp_path_factory):
     folder = tmp_path_factory.mktemp("configs")
     trained_lora(2, scale=0.1).save_pretrained(folder / "adapter")
+    build_model(seed=3).save_pretrained(folder / "teacher")
     # With `beta`, TRL loads its own reference from the policy's path.
     build_model().save_pretrained(folder / "base")
     return folder
@@ -153,8 +156,9 @@ def test_each_draw_is_refused_or_trains(kind, places):
         fields = draw_fields(data, host)
         policy = data.draw(st.sampled_from(["full", "fresh adapter", "trained adapter"]))
         settings_ = {"num_generations": 1 if kind == "PPO" else 2, "max_completion_length": 3, "max_steps": 2} | fields
-        if fields.get("kl_ref_adapter_path") in ("{adapter}", "{missing}"):
-            settings_["kl_ref_adapter_path"] = str(places / fields["kl_ref_adapter_path"].strip("{}"))
+        for name in ("kl_ref_adapter_path", "kl_ref_model_path"):
+            if fields.get(name) in ("{adapter}", "{teacher}", "{missing}"):
+                settings_[name] = str(places / fields[name].strip("{}"))
         output = places / "run"
         shutil.rmtree(output, ignore_errors=True)
         model = Qwen2ForCausalLM.from_pretrained(places / "base")
@@ -167,7 +171,7 @@ def test_each_draw_is_refused_or_trains(kind, places):
                 trainer = build_trainer(trainer_class, output, model=model, extras=extras, **settings_)
             except (ValueError, TypeError) as error:
                 refused.append(fields)
-                named = [*settings_, "kl_ref_adapter_path"]
+                named = [*settings_, "kl_ref_adapter_path", "kl_ref_model_path"]
                 assert any(name in str(error) for name in named), (fields, error)
                 return
             trainer.train()

@@ -49,12 +49,15 @@ class ScriptedRLOOTrainer(ScriptedGeneration, EngineRLOOTrainer):
 
 TRAINERS = {"grpo": EngineGRPOTrainer, "rloo": EngineRLOOTrainer, "ppo": EnginePPOTrainer}
 
-# References, by name. `{adapter}` stands for a saved adapter; step 1 is put into the output folder beforehand.
+# References, by name. `{adapter}` and `{other}` stand for a saved adapter and model; "passed" is that model as an
+# argument of the trainer; step 1 is put into the output folder beforehand.
 REFERENCES = {
     "base": {},
     "adapter": {"kl_ref_adapter_path": "{adapter}"},
     "start": {"kl_penalty_reference_step": 0},
     "step": {"kl_penalty_reference_step": 1},
+    "model": {"kl_ref_model_path": "{other}"},
+    "passed": {},
     "lag": {"kl_ref_lag": 1},
     "sync": {"kl_ref_sync_steps": 1, "kl_ref_mixup_alpha": 0.5},
 }
@@ -67,12 +70,16 @@ CASES = {
     "grpo-lora-step": {"kl_placement": "reward"},
     "grpo-lora-lag": {},
     "grpo-lora-sync": {"kl_centering": "group"},
+    "grpo-lora-model-exact": {"kl_statistic": "full"},
+    "grpo-full-model": {},
+    "grpo-full-passed": {},
     "grpo-full-base-exact": {"kl_statistic": "full"},
     "grpo-full-step": {},
     "grpo-full-lag": {},
     "grpo-full-sync": {},
     "rloo-lora-base": {},
     "rloo-lora-adapter": {"kl_placement": "reward"},
+    "rloo-lora-model": {"kl_placement": "loss"},
     "rloo-lora-step": {"kl_placement": "loss"},
     "rloo-lora-lag": {},
     "rloo-full-lag": {},
@@ -92,7 +99,7 @@ CASES = {
 
 
 # Cases that are also resumed from a checkpoint in the middle.
-RESUMED = ("grpo-lora-lag", "grpo-lora-start-exact", "grpo-full-sync", "ppo-full-lag")
+RESUMED = ("grpo-lora-lag", "grpo-full-model", "grpo-lora-start-exact", "grpo-full-sync", "ppo-full-lag")
 
 
 def prepare(folder: Path) -> None:
@@ -126,6 +133,8 @@ def build_case(name: str, folder: Path, output: Path, processes: int, **override
     fields = REFERENCES[reference] | CASES[name] | overrides
     if reference == "adapter":
         fields["kl_ref_adapter_path"] = str(folder / "adapter")
+    if reference == "model":
+        fields["kl_ref_model_path"] = str(folder / "other")
     if reference == "step":
         source = folder / ("adapter" if policy == "lora" else "other")
         shutil.copytree(source, output / "checkpoint-1", dirs_exist_ok=True)
@@ -153,6 +162,8 @@ def build_case(name: str, folder: Path, output: Path, processes: int, **override
         trainer_class = ScriptedRLOOTrainer
     elif "sampled" not in special:
         extras["rollout_func"] = scripted_rollout
+    if reference == "passed":
+        extras["ref_model"] = AutoModelForCausalLM.from_pretrained(folder / "other")
     if "value_model" in special:
         extras["value_model"] = AutoModelForSequenceClassification.from_pretrained(folder / "value", num_labels=1)
     return trainer_class(

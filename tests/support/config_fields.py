@@ -12,6 +12,8 @@ FIELDS = {
     "kl_penalty_coef": (None, 0.1),
     "kl_penalty_reference_step": (None, 3),
     "kl_ref_adapter_path": (None, "some/adapter"),
+    "kl_ref_model_path": (None, "some/model"),
+    "kl_ref_dtype": (None, "bfloat16"),
     "kl_ref_lag": (None, 2),
     "kl_ref_sync_steps": (None, 4),
     "kl_ref_mixup_alpha": (None, 0.5),
@@ -40,6 +42,7 @@ CENTERINGS = ["batch", "microbatch", "group", "sequence", "none"]
 REFERENCES = {
     "kl_penalty_reference_step": 0,
     "kl_ref_adapter_path": "some/adapter",
+    "kl_ref_model_path": "some/model",
     "kl_ref_lag": 1,
     "kl_ref_sync_steps": 4,
 }

@@ -1,9 +1,10 @@
 """
-List the steps and adapters in an output directory that can serve as the KL reference, each with the hash that
+List the steps, adapters and models in an output directory that can serve as the KL reference, each with the hash that
 checkpoints store for it and the config lines that choose it. For those that cannot serve, say why.
 
-Weights are read only from safetensors; nothing is unpickled. Whether an adapter's weights fit the policy is checked
-when the training starts.
+Weights are read only from safetensors; nothing is unpickled. Whether an adapter's weights or a model's vocabulary fit
+the policy is checked when the training starts. The hash of a model is that of its weights in the dtype they are saved
+in: loaded in another dtype, by `kl_ref_dtype` or to match the policy, it has another hash.
 """
 
 import json
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 STEP = re.compile(r"checkpoint-(\d+)")
 FULL_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 INDEX_FILE = "model.safetensors.index.json"
+MODEL_CONFIG_FILE = "config.json"
 # Other engines and older versions write these instead of safetensors.
 UNREADABLE = (
     ("pytorch_model*.bin", "a pickle, which is never loaded"),
@@ -67,7 +69,7 @@ def run(args: Namespace) -> int:
     notice("loading torch")
     folders = find_folders(root)
     if not folders:
-        raise CLIError(f"{args.output_dir!r} holds neither a `checkpoint-N` nor an adapter.")
+        raise CLIError(f"{args.output_dir!r} holds neither a `checkpoint-N` nor an adapter nor a model.")
     total = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
     with progress(total=total, desc="Hashing", unit="B", unit_scale=True) as bar:
         candidates = [examine(folder, root, bar.update) for folder in folders]
@@ -91,7 +93,8 @@ def _format(candidate: Candidate, root: Path) -> str:
 def find_folders(root: Path) -> list[Path]:
     """
     Find the checkpoints in the order of their steps, the run's folder if it holds weights, and all folders down to the
-    second level that hold an adapter. PEFT saves an adapter that is not called "default" in a subfolder with its name.
+    second level that hold an adapter or a model. PEFT saves an adapter that is not called "default" in a subfolder
+    with its name.
     """
     from ..references.loading import saved_steps
 
@@ -104,7 +107,7 @@ def find_folders(root: Path) -> list[Path]:
         found.append(root)
     others = [folder for folder in _below(root) if not STEP.fullmatch(folder.name)]
     others += [inner for folder in others for inner in _below(folder)]
-    return found + [folder for folder in others if _holds_adapter(folder)]
+    return found + [folder for folder in others if _holds_adapter(folder) or _holds_model(folder)]
 
 
 def _below(folder: Path) -> list[Path]:
@@ -115,6 +118,10 @@ def _holds_adapter(folder: Path) -> bool:
     from ..references.adapter_files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE
 
     return any((folder / name).is_file() for name in (CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE))
+
+
+def _holds_model(folder: Path) -> bool:
+    return (folder / MODEL_CONFIG_FILE).is_file() and bool(_shards(folder))
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -142,13 +149,12 @@ def examine(folder: Path, root: Path, read: Callable[[int], object] = lambda siz
             lines.append(f"kl_penalty_reference_step: {step[1]}  # {where}")
     if is_adapter:
         lines.append(f"kl_ref_adapter_path: {folder}")
+    elif (folder / MODEL_CONFIG_FILE).is_file():
+        lines.append(f"kl_ref_model_path: {folder}")
     try:
         digest = _adapter_hash(folder, read) if is_adapter else _model_hash(folder, read)
         if not lines:
-            raise ValueError(
-                "a model is chosen by its step, and this is not a `checkpoint-N`. To use it, start a run from it with "
-                "`kl_penalty_reference_step: 0`."
-            )
+            raise ValueError(f"it has no `{MODEL_CONFIG_FILE}`, and is not a `checkpoint-N` to be chosen by its step.")
     except Exception as error:
         return Candidate(folder, problem=one_line(error))
     return Candidate(folder, "adapter, for a policy with PEFT" if is_adapter else "full model", digest, tuple(lines))

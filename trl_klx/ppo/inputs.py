@@ -10,7 +10,6 @@ from datasets import Dataset, IterableDataset  # type: ignore[import-untyped]
 from torch import nn
 
 from ..control.rollout import Rollout
-from ..references.kinds import chosen_reference_fields
 from .config import KLXPPOConfig
 from .rollout_tokens import RolloutTokens
 
@@ -96,23 +95,16 @@ def collect_rewards(
     return [*funcs, reward_model], [*classes, own]
 
 
-def check_ref_model(args: KLXPPOConfig, model: Any, ref_model: nn.Module | None) -> None:
-    """Refuse a reference model that is the policy itself, or that is not the only reference."""
-    if ref_model is None:
-        return
-    if ref_model is model:
-        raise ValueError("`ref_model` must not be the policy itself. Pass a copy, or leave it unset.")
-    for name, value in chosen_reference_fields(args).items():
-        raise ValueError(
-            f"Only one reference can be chosen, got a `ref_model` and `{name}={value!r}`. Keep one of them and unset "
-            "the other."
-        )
-    if not args.kl_enabled:
-        # Not an error, because TRL 1.12 required this argument and old scripts pass it.
-        warnings.warn(
-            "`ref_model` is not used while `kl_penalty_coef=0.0`. Set `kl_monitor=True` to measure the KL.",
-            stacklevel=3,
-        )
+def used_ref_model(args: KLXPPOConfig, ref_model: nn.Module | None) -> nn.Module | None:
+    """The reference model if the KL is measured, else `None`."""
+    if ref_model is None or args.kl_enabled:
+        return ref_model
+    # Not an error, because TRL 1.12 required this argument and old scripts pass it.
+    warnings.warn(
+        "`ref_model` is not used while `kl_penalty_coef=0.0`. Set `kl_monitor=True` to measure the KL.",
+        stacklevel=3,
+    )
+    return None
 
 
 def activate_adapter(model: Any, peft_config: Any, name: str | None) -> None:

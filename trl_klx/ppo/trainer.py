@@ -24,9 +24,9 @@ from .critic import CriticMixin
 from .inputs import (
     activate_adapter,
     check_prompts,
-    check_ref_model,
     collect_rewards,
     train_with_optimizer,
+    used_ref_model,
     with_prompts,
 )
 from .padding import mask_padding, skip_padding_in_other_models, skip_padding_in_policy
@@ -135,7 +135,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
             args = KLXPPOConfig(f"{model_name.split('/')[-1]}-PPO")
         if data_collator is not None:
             warnings.warn("`data_collator` is not used: the trainer pads the prompts itself.", stacklevel=2)
-        check_ref_model(args, model, ref_model)
+        ref_model = used_ref_model(args, ref_model)
         reward_funcs, reward_processing_classes = collect_rewards(
             args,
             reward_model,

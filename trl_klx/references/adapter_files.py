@@ -56,7 +56,11 @@ def read_adapter_config(folder: str) -> PeftConfig:
     """The config of the adapter in a folder, for frozen use."""
     file = os.path.join(folder, CONFIG_FILE)
     if not os.path.isfile(file):
-        hint = " It holds a full model." if glob.glob(os.path.join(glob.escape(folder), "model*.safetensors")) else ""
+        hint = (
+            " It holds a full model: set `kl_ref_model_path` instead."
+            if glob.glob(os.path.join(glob.escape(folder), "model*.safetensors"))
+            else ""
+        )
         found = glob.glob(os.path.join(glob.escape(folder), "checkpoint-*"))
         if found:
             names = ", ".join(sorted(map(os.path.basename, found)))

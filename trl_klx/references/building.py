@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection
 from typing import Any, Protocol, cast
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from peft import PeftModel
@@ -17,6 +18,14 @@ from .fingerprint import fingerprint, hash_tensors
 from .kinds import ReferenceKind, choose_reference_kind
 from .loading import checkpoint_folder, load_model_weights
 from .model import ModelReference, add_trl_lm_head, frozen_copy
+from .model_files import (
+    UnusableModelError,
+    check_finite,
+    check_separate,
+    check_vocabulary,
+    load_reference_model,
+    plain_model,
+)
 from .moving import Mover
 from .peft_adapters import adapter_tensors, trained_adapter
 
@@ -34,6 +43,9 @@ class ReferenceArgs(Protocol):
     def kl_statistic(self) -> str | None: ...
 
     @property
+    def kl_ref_dtype(self) -> str | None: ...
+
+    @property
     def kl_ref_mixup_alpha(self) -> float | None: ...
 
 
@@ -43,6 +55,7 @@ def resolve_reference(
     accelerator: Accelerator,
     ref_model: nn.Module | None = None,
     temperature: float = 1.0,
+    tokenizer: Any = None,
 ) -> KLReference:
     """
     Build the reference that the config asks for.
@@ -57,10 +70,12 @@ def resolve_reference(
         ref_model (`nn.Module`, *optional*):
             Model passed to the trainer as the reference. No config field may choose another reference.
         temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature of the trainer, at which the log-probs of `ref_model` are computed.
+            Sampling temperature of the trainer, at which the log-probs of a separate model are computed.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Tokenizer of the policy, with which that of a loaded model is compared.
     """
     kind, value = choose_reference_kind(args, ref_model)
-    builder = ReferenceBuilder(args, policy, accelerator, temperature)
+    builder = ReferenceBuilder(args, policy, accelerator, temperature, tokenizer)
     _check_engine(kind, value, builder)
     if builder.has_adapter and kind.shares_base:
         builder.check_base_is_frozen()
@@ -82,13 +97,23 @@ class ReferenceBuilder:
             Accelerator of the trainer.
         temperature (`float`, *optional*, defaults to `1.0`):
             Sampling temperature of the trainer.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Tokenizer of the policy.
     """
 
-    def __init__(self, args: ReferenceArgs, policy: nn.Module, accelerator: Accelerator, temperature: float = 1.0):
+    def __init__(
+        self,
+        args: ReferenceArgs,
+        policy: nn.Module,
+        accelerator: Accelerator,
+        temperature: float = 1.0,
+        tokenizer: Any = None,
+    ):
         self.args = args
         self.policy = policy
         self.accelerator = accelerator
         self.temperature = temperature
+        self.tokenizer = tokenizer
 
     @property
     def output_dir(self) -> str:
@@ -144,10 +169,32 @@ class ReferenceBuilder:
         load_model_weights(model, folder)
         return ModelReference(self.policy, model, identity | {"hash": fingerprint(model)}, self.accelerator)
 
+    def loaded_model(self, path: str, dtype: str | None) -> ModelReference:
+        """The model in a folder or Hub repository, in `dtype` or, if that is `None`, in the policy's."""
+        torch_dtype: torch.dtype = plain_model(self.policy).dtype if dtype is None else getattr(torch, dtype)
+        folder = os.path.expanduser(path)
+        # Where a folder lies on this machine is no part of what the model is.
+        name = os.path.basename(os.path.abspath(folder)) if os.path.isdir(folder) else path
+        identity = {"kind": "model", "path": name, "dtype": str(torch_dtype).removeprefix("torch.")}
+        try:
+            model = load_reference_model(folder, self.policy, torch_dtype, self.tokenizer)
+            return self._separate_model(model, identity)
+        except UnusableModelError as error:
+            raise ValueError(f"Cannot use the model at {path!r} as KL reference: {error}") from error
+
     def separate_model(self, model: nn.Module, identity: dict[str, Any]) -> ModelReference:
         """A model that was loaded separately. It is frozen, and gets TRL's LM head."""
+        try:
+            return self._separate_model(model, identity)
+        except UnusableModelError as error:
+            raise ValueError(f"Cannot use the {type(model).__name__} as KL reference: {error}") from error
+
+    def _separate_model(self, model: nn.Module, identity: dict[str, Any]) -> ModelReference:
+        causal_lm = plain_model(model)
+        check_vocabulary(getattr(causal_lm, "config", None), self.policy)
+        check_separate(model, self.policy)
+        check_finite(model)
         model = model.requires_grad_(False).eval()
-        causal_lm = cast(PeftModel, model).get_base_model() if is_peft_model(model) else model
         # RLOO's config lacks this field, and its trainer computes the head in the dtype of the model.
         cast_to_fp32 = vars(self.args).get("cast_lm_head_to_fp32", False)
         add_trl_lm_head(causal_lm, self.temperature, cast_to_fp32)

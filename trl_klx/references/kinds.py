@@ -142,7 +142,10 @@ class PassedModelKind(ReferenceKind):
     shares_base = False
 
     def build(self, value: nn.Module, builder: ReferenceBuilder) -> KLReference:
-        return builder.separate_model(value, {"kind": "model"})
+        try:
+            return builder.separate_model(value, {"kind": "model"})
+        except ValueError as error:
+            raise ValueError(f"`ref_model` cannot be used. {error}") from error
 
 
 @register_reference_kind
@@ -175,6 +178,20 @@ class AdapterFolderKind(ReferenceKind):
             f"{type(builder.policy).__name__}. Pass a `peft_config` or a `PeftModel`, or choose the reference with "
             "`kl_penalty_reference_step`."
         )
+
+
+@register_reference_kind
+class ModelFolderKind(ReferenceKind):
+    """Another model with the policy's vocabulary, in a folder or Hub repository."""
+
+    field = "kl_ref_model_path"
+    shares_base = False
+
+    def build(self, value: str, builder: ReferenceBuilder) -> KLReference:
+        try:
+            return builder.loaded_model(value, builder.args.kl_ref_dtype)
+        except ValueError as error:
+            raise ValueError(f"`kl_ref_model_path` cannot be used. {error}") from error
 
 
 @register_reference_kind

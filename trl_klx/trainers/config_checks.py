@@ -26,6 +26,7 @@ else:
 MONITOR_FIELDS = {
     *REFERENCE_FIELDS,
     "kl_ignore_tokens",
+    "kl_ref_dtype",
     "kl_ref_mixup_alpha",
     "kl_statistic",
     "kl_target",
@@ -38,8 +39,9 @@ class KLConfigChecks(KLFields, _Host):
     """The checks of the KL fields, by themselves and together with TRL's."""
 
     def _validate_kl_values(self) -> None:
-        if isinstance(self.kl_ref_adapter_path, os.PathLike):
-            self.kl_ref_adapter_path = os.fspath(self.kl_ref_adapter_path)
+        for name in ("kl_ref_adapter_path", "kl_ref_model_path"):
+            if isinstance(getattr(self, name), os.PathLike):
+                setattr(self, name, os.fspath(getattr(self, name)))
         if isinstance(self.kl_ignore_tokens, list):
             # A command line gives ids as strings.
             tokens: list[Any] = self.kl_ignore_tokens
@@ -67,6 +69,12 @@ class KLConfigChecks(KLFields, _Host):
             raise ValueError(
                 f"`kl_ref_mixup_alpha={self.kl_ref_mixup_alpha!r}` has no effect without `kl_ref_sync_steps`. Set "
                 "`kl_ref_sync_steps` to the number of steps between two refreshes, or unset `kl_ref_mixup_alpha`."
+            )
+        if self.kl_ref_dtype is not None and self.kl_ref_model_path is None:
+            raise ValueError(
+                f"`kl_ref_dtype={self.kl_ref_dtype!r}` has no effect without `kl_ref_model_path`: every other "
+                "reference has the dtype of the policy, and a `ref_model` the one that you loaded it in. Set "
+                "`kl_ref_model_path`, or unset `kl_ref_dtype`."
             )
         if self.kl_penalty_enabled and getattr(self, "beta", 0.0) != 0.0:
             raise ValueError(

@@ -75,6 +75,7 @@ def build_kl_control(
     ref_model: nn.Module | None,
     temperature: float,
     ignored: tuple[int, ...],
+    tokenizer: Any = None,
 ) -> KLControl:
     """
     Build controller, reference, statistic and drift diagnostics.
@@ -92,6 +93,8 @@ def build_kl_control(
             Sampling temperature.
         ignored (`tuple[int, ...]`):
             Tokens whose KL is neither measured nor penalised.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Tokenizer of the policy.
     """
     assert args.kl_estimator is not None and args.kl_statistic is not None  # the config has filled them in
     if args.kl_controller is None and args.kl_controller_name == "hold" and args.kl_penalty_coef is not None:
@@ -107,7 +110,7 @@ def build_kl_control(
             adviser = KLAdviser(args.kl_target, args.kl_controller_name, args.kl_coef_max, args.kl_lr_guard)
     return KLControl(
         args.build_kl_controller(),
-        resolve_reference(args, policy, accelerator, ref_model, temperature),
+        resolve_reference(args, policy, accelerator, ref_model, temperature, tokenizer),
         estimator=args.kl_estimator,
         statistic=args.kl_statistic,
         unit=args.kl_target_unit,

@@ -8,6 +8,7 @@ from ..maths.estimators import KL_ESTIMATORS, KL_UNITS
 
 KL_CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
 KL_STATISTICS = ("k3", "full")
+KL_REF_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def one_of(choices: Collection[str], remedy: str = "Set it to one of them.") -> FieldRule:
@@ -39,6 +40,11 @@ FIELDS_OF_SETTINGS = {
     "min_coef": "kl_coef_min",
     "max_coef": "kl_coef_max",
 }
+_PATH = FieldRule(
+    lambda value: isinstance(value, str) and value != "",
+    "a non-empty path",
+    "Leave it unset for another reference.",
+)
 # Fields that default to None may also be None.
 KL_RULES = {
     **{field: SETTING_RULES[setting] for setting, field in FIELDS_OF_SETTINGS.items()},
@@ -48,11 +54,9 @@ KL_RULES = {
         "Set it to 0 for the initial policy, to N for `checkpoint-N` in `output_dir`, or leave it unset.",
         kind=int,
     ),
-    "kl_ref_adapter_path": FieldRule(
-        lambda value: isinstance(value, str) and value != "",
-        "a non-empty path",
-        "Leave it unset for another reference.",
-    ),
+    "kl_ref_adapter_path": _PATH,
+    "kl_ref_model_path": _PATH,
+    "kl_ref_dtype": one_of(KL_REF_DTYPES, "Leave it unset for the policy's."),
     "kl_ref_lag": number(">= 1", 1, "Leave it unset for a fixed reference.", kind=int),
     "kl_ref_sync_steps": number(">= 1", 1, "Leave it unset for a fixed reference.", kind=int),
     "kl_ref_mixup_alpha": number("in (0, 1]", 0.0, "Leave it unset to copy at each refresh.", 1.0, above=True),

@@ -8,7 +8,7 @@ import torch
 from trl.models.utils import disable_gradient_checkpointing
 
 from ..control.exact_kl import Head, check_lm_head, lm_head
-from ..control.forward_pass import CAN_SKIP_LM_HEAD, captured_hidden, narrow_tiles, no_lm_head
+from ..control.forward_pass import CAN_SKIP_LM_HEAD, captured_hidden, causal_lm, narrow_tiles, no_lm_head
 from ..control.kl_control import KLControl
 from ..control.placements import Batch, Placement
 from ..control.rollout import Rollout, Scored
@@ -52,7 +52,8 @@ class ForwardPassMixin(_Host):
     kl_control: KLControl | None = None
     # Who looks at the policy's forward passes that TRL makes.
     _klx_watcher: Callable[[Scored], None] | None = None
-    _klx_lm_head_checked = False
+    # Classes of models whose LM heads were found to give TRL's log-probs.
+    _klx_checked_heads: frozenset[type] = frozenset()
     _klx_placement: Placement
 
     @property
@@ -129,8 +130,8 @@ class ForwardPassMixin(_Host):
         self, model: Any, args: PassArgs, kwargs: PassKwargs, check: bool = True
     ) -> tuple[tuple[Any, ...], Scored]:
         """
-        TRL's log-prob method, and the hidden states if the exact KL needs them. The first hidden states are checked:
-        TRL's log-probs must follow from them.
+        TRL's log-prob method, and the hidden states if the exact KL needs them. The first hidden states of policy and
+        reference are checked: TRL's log-probs must follow from them.
         """
         if self.kl_control is None or not self.args.kl_needs_full:
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
@@ -139,13 +140,18 @@ class ForwardPassMixin(_Host):
         with captured_hidden(self.accelerator.unwrap_model(model), logits_to_keep) as hidden:
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         scored = Scored(output[0], torch.cat(hidden))
-        if check and not self._klx_lm_head_checked:
+        if check and self._klx_class(model) not in self._klx_checked_heads:
             mask = args[1][:, -logits_to_keep:]
             with torch.no_grad():
-                model = self.accelerator.unwrap_model(model)
                 tokens = input_ids[:, -logits_to_keep:]
-                self._klx_lm_head_checked = check_lm_head(model, self.temperature, scored.detach(), tokens, mask)
+                plain = self.accelerator.unwrap_model(model)
+                if check_lm_head(plain, self.temperature, scored.detach(), tokens, mask):
+                    self._klx_checked_heads |= {self._klx_class(model)}
         return output, scored
+
+    def _klx_class(self, model: Any) -> type:
+        """The architecture of a model."""
+        return type(causal_lm(self.accelerator.unwrap_model(model)))
 
     @torch.no_grad()
     def _klx_score_policy(self, args: PassArgs, kwargs: PassKwargs) -> Scored:
@@ -159,10 +165,12 @@ class ForwardPassMixin(_Host):
     def _klx_score_reference(self, args: PassArgs, kwargs: PassKwargs) -> Scored:
         """The reference's forward. It ends before the LM head where the exact KL goes through it anyway."""
         skip = not self._klx_placement.needs_reference_logps and self.args.kl_needs_full and CAN_SKIP_LM_HEAD
-        head = no_lm_head() if skip else narrow_tiles(self.accelerator.device)
-        with self._klx_control.reference.active() as model, head:
-            # Not our own `_klx_forward`: a subclass may add to it what only the policy has.
-            scored = ForwardPassMixin._klx_forward(self, model, args, kwargs, check=not skip)[1].detach()
+        with self._klx_control.reference.active() as model:
+            # A reference of another architecture has a head that the check of the policy's says nothing about.
+            skip = skip and self._klx_class(model) in self._klx_checked_heads | {self._klx_class(self.model)}
+            with no_lm_head() if skip else narrow_tiles(self.accelerator.device):
+                # Not our own `_klx_forward`: a subclass may add to it what only the policy has.
+                scored = ForwardPassMixin._klx_forward(self, model, args, kwargs, check=not skip)[1].detach()
         return Scored(None, scored.hidden) if skip else scored
 
     def _klx_forward_arguments(self, batch: Batch) -> tuple[PassArgs, PassKwargs]:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, nanstd
 
@@ -125,6 +126,9 @@ class KLXGRPOTrainer(KLXTrainerMixin, GRPOTrainer):
     - `kl_placement="advantage"`: `advantages` become `(B, T)`, which TRL's losses take as they are.
     - `kl_placement="loss"`: a KL term in the loss, weighted as TRL weighs its tokens.
     - `kl_placement="reward"`: a reward function named `kl_penalty`, so that TRL's own baseline and scaling apply.
+
+    One argument is added: `ref_model` (`nn.Module`, *optional*, keyword-only), a model with the policy's vocabulary
+    that is the reference. It is frozen. To load one by its path, set `kl_ref_model_path` in the config.
     """
 
     _tag_names = ["trl", "grpo", "trl-klx"]
@@ -135,9 +139,10 @@ class KLXGRPOTrainer(KLXTrainerMixin, GRPOTrainer):
         reward_funcs: Any = None,
         args: KLXGRPOConfig | None = None,
         *positional: Any,
+        ref_model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = KLXGRPOConfig(f"{model_name.split('/')[-1]}-GRPO")
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        super().__init__(model, reward_funcs, args, *positional, ref_model=ref_model, **kwargs)

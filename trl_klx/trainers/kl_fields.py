@@ -8,7 +8,7 @@ from ..control.placements import Placement, get_placement
 from ..controllers.base import KLController
 from ..controllers.registry import get_kl_controller, get_kl_controller_class, list_kl_controllers
 from ..maths.estimators import KL_UNITS
-from .field_rules import KL_CENTERINGS, KL_STATISTICS
+from .field_rules import KL_CENTERINGS, KL_REF_DTYPES, KL_STATISTICS
 
 
 def _kl_field(default: Any, help: str, choices: Iterable[str] = ()) -> Any:
@@ -47,6 +47,11 @@ class KLFields:
         kl_ref_adapter_path (`str`, *optional*):
             Reference: the LoRA adapter in this directory (or Hub repository), on the base model shared with the
             policy.
+        kl_ref_model_path (`str`, *optional*):
+            Reference: the model in this directory (or Hub repository). It must have the policy's vocabulary.
+        kl_ref_dtype (`str`, *optional*):
+            With `kl_ref_model_path`: dtype of the reference, `"float32"`, `"bfloat16"` or `"float16"`. If unset, the
+            policy's.
         kl_ref_lag (`int`, *optional*):
             Moving reference: the policy as it was this many optimizer steps ago.
         kl_ref_sync_steps (`int`, *optional*):
@@ -118,6 +123,12 @@ class KLFields:
     )
     kl_ref_adapter_path: str | None = _kl_field(
         None, "Reference: the LoRA adapter in this directory, on the base model shared with the policy."
+    )
+    kl_ref_model_path: str | None = _kl_field(
+        None, "Reference: the model in this directory (or Hub repository). It must have the policy's vocabulary."
+    )
+    kl_ref_dtype: str | None = _kl_field(
+        None, "With `kl_ref_model_path`: dtype of the reference. If unset, the policy's.", KL_REF_DTYPES
     )
     kl_ref_lag: int | None = _kl_field(None, "Moving reference: the policy as it was this many optimizer steps ago.")
     kl_ref_sync_steps: int | None = _kl_field(

@@ -47,6 +47,7 @@ from .ignored_tokens import ignored_token_ids
 from .infinite_rewards import InfiniteRewardsMixin, warn_of_infinite_rewards
 from .launch_check import check_launch
 from .model_card import add_kl_section, describe_kl
+from .ref_model import check_ref_model
 from .resumed_sampler import ResumeSampler
 from .update_steps import UpdateStepsMixin
 
@@ -85,6 +86,7 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLX
         reward_funcs: Any = None,
         args: KLXConfigMixin | None = None,
         *positional: Any,
+        ref_model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(args, self._config_class):
@@ -92,7 +94,7 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLX
                 f"`args` of {type(self).__name__} must be a `{self._config_class.__name__}`, which has the KL fields, "
                 f"got `{type(args).__name__}`."
             )
-        ref_model = kwargs.pop("ref_model", None)
+        check_ref_model(args, model, ref_model)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         check_launch(self.accelerator)
         policy = self.accelerator.unwrap_model(self.model)
@@ -112,7 +114,9 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLX
             return
         check_checkpoints(self.args)
         ignored = ignored_token_ids(self.args.kl_ignore_tokens, self._tokenizer, self.eos_token_ids)
-        control = build_kl_control(self.args, policy, self.accelerator, ref_model, self.temperature, ignored)
+        control = build_kl_control(
+            self.args, policy, self.accelerator, ref_model, self.temperature, ignored, self._tokenizer
+        )
         self.kl_control = control
         if self.args.kl_penalty_enabled:
             self._klx_placement = self.args.placement_class(self.args, self.accelerator)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from trl import RLOOTrainer
 from trl.trainer.utils import get_config_model_id
 
@@ -48,6 +49,9 @@ class KLXRLOOTrainer(KLXRLOOMixin, RLOOTrainer):
     - `kl_placement="reward"`: TRL's own subtraction of the sequence's KL from its reward, with our reference and the
       controller's coefficient as `beta`.
     - `kl_placement="loss"`: a KL term, summed over each sequence.
+
+    One argument is added: `ref_model` (`nn.Module`, *optional*, keyword-only), a model with the policy's vocabulary
+    that is the reference. It is frozen. To load one by its path, set `kl_ref_model_path` in the config.
     """
 
     _tag_names = ["trl", "rloo", "trl-klx"]
@@ -58,9 +62,10 @@ class KLXRLOOTrainer(KLXRLOOMixin, RLOOTrainer):
         reward_funcs: Any = None,
         args: KLXRLOOConfig | None = None,
         *positional: Any,
+        ref_model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = KLXRLOOConfig(f"{model_name.split('/')[-1]}-RLOO")
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        super().__init__(model, reward_funcs, args, *positional, ref_model=ref_model, **kwargs)

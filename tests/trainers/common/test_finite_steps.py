@@ -184,10 +184,10 @@ def test_the_last_step_is_told_too(spoil, caplog, tmp_path):
 def test_reference_that_overflows(tmp_path):
     """Its weights are finite, but not what it computes."""
     reference = build_model()
-    with torch.no_grad():
+    trainer = build("GRPO", tmp_path / "run", max_steps=8, extras={"ref_model": reference})
+    with torch.no_grad():  # only now, since such weights are refused
         reference.model.norm.weight.fill_(1e25)
         reference.lm_head.weight.mul_(1e20)
-    trainer = build("GRPO", tmp_path / "run", max_steps=8, extras={"ref_model": reference})
     with pytest.raises(FloatingPointError, match="3 generation batches in a row .* Look at the reference: weights"):
         trainer.train()
     assert all(weight.isfinite().all() for weight in weights(trainer).values())

@@ -87,7 +87,7 @@ def test_adapter_policy_and_a_full_checkpoint(tmp_path, checkpoints):
     output_dir = borrowed(checkpoints["full"], tmp_path)
     message = refusal(output_dir, peft=lora(), kl_penalty_reference_step=2)
     assert f"Cannot use the adapter at {str(output_dir / 'checkpoint-2')!r} as KL reference" in message
-    assert "it has no `adapter_config.json`. It holds a full model." in message
+    assert "it has no `adapter_config.json`. It holds a full model: set `kl_ref_model_path` instead." in message
 
 
 def test_adapter_without_a_peft_model(tmp_path, adapter_path):

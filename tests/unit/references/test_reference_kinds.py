@@ -143,6 +143,7 @@ def test_fields_of_the_package():
     assert tuple(REFERENCE_FIELDS) == (
         "kl_penalty_reference_step",
         "kl_ref_adapter_path",
+        "kl_ref_model_path",
         "kl_ref_lag",
         "kl_ref_sync_steps",
         "ref_adapter_name",

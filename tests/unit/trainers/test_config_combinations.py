@@ -51,6 +51,14 @@ def test_mixup_alpha_without_sync_is_refused(reference):
     assert "Set `kl_ref_sync_steps` to the number of steps" in message
 
 
+@pytest.mark.parametrize("reference", [None, *(name for name in REFERENCES if name != "kl_ref_model_path")])
+def test_dtype_without_a_model_is_refused(reference):
+    fields = {} if reference is None else {reference: REFERENCES[reference]}
+    message = refusal(kl_penalty_coef=0.1, kl_ref_dtype="bfloat16", **fields)
+    assert "`kl_ref_dtype='bfloat16'` has no effect without `kl_ref_model_path`" in message
+    assert "Set `kl_ref_model_path`, or unset `kl_ref_dtype`" in message
+
+
 @pytest.mark.parametrize("beta", [0.04, -0.1, math.nan])
 @both_configs
 def test_two_penalties_are_refused(config_class, beta):
@@ -356,6 +364,8 @@ def test_a_controller_of_the_users_own():
 MEANINGFUL_WITH_MONITOR = {
     "kl_penalty_reference_step": {},
     "kl_ref_adapter_path": {},
+    "kl_ref_model_path": {},
+    "kl_ref_dtype": {"kl_ref_model_path": "some/model"},
     "kl_ref_lag": {},
     "kl_ref_sync_steps": {},
     "kl_ref_mixup_alpha": {"kl_ref_sync_steps": 4},
@@ -432,6 +442,8 @@ COEFFICIENTS = st.one_of(st.sampled_from([0.05, 0.1, 1.0]), numbers)
 OTHERS = {
     "kl_penalty_reference_step": numbers,
     "kl_ref_adapter_path": st.sampled_from(["some/adapter", "", 3, None]),
+    "kl_ref_model_path": st.sampled_from(["some/model", "", 3, None]),
+    "kl_ref_dtype": names("float32", "bfloat16", "float16"),
     "kl_ref_lag": numbers,
     "kl_ref_sync_steps": numbers,
     "kl_ref_mixup_alpha": numbers,

@@ -122,6 +122,8 @@ def test_rloo_beta_that_was_not_given_is_zero_with_the_penalty_and_the_hosts_wit
 def test_adapter_path_may_be_a_path_object():
     config = build(kl_penalty_coef=0.1, kl_ref_adapter_path=Path("some") / "adapter")
     assert config.kl_ref_adapter_path == str(Path("some") / "adapter")
+    config = build(kl_penalty_coef=0.1, kl_ref_model_path=Path("some") / "model")
+    assert config.kl_ref_model_path == str(Path("some") / "model")
 
 
 # ---- Parsing ----
@@ -157,6 +159,8 @@ def test_every_field_from_yaml(config_class, tmp_path):
         "kl_penalty_coef": 0.05,
         "kl_penalty_reference_step": None,
         "kl_ref_adapter_path": None,
+        "kl_ref_model_path": None,
+        "kl_ref_dtype": None,
         "kl_ref_lag": None,
         "kl_ref_sync_steps": 4,
         "kl_ref_mixup_alpha": 0.5,
@@ -281,6 +285,8 @@ BAD_VALUES = {
     "kl_penalty_coef": [-0.1, -1e-12, -5, *NAN_AND_INFINITIES, *NO_NUMBERS],
     "kl_penalty_reference_step": [-1, 1.0, 0.5, True, "0", math.nan],
     "kl_ref_adapter_path": ["", 3, b"path", ["path"]],
+    "kl_ref_model_path": ["", 3, b"path", ["path"]],
+    "kl_ref_dtype": ["bf16", "torch.bfloat16", "auto", "", 16],
     "kl_ref_lag": [0, -1, 1.0, True, "1"],
     "kl_ref_sync_steps": [0, -1, 1.0, True, "1"],
     "kl_ref_mixup_alpha": [0.0, -0.1, 1.0001, *NAN_AND_INFINITIES, *NO_NUMBERS],
@@ -306,6 +312,8 @@ REMEDIES = {
     "kl_penalty_coef": "0.0 switches the KL penalty off",
     "kl_penalty_reference_step": "Set it to 0 for the initial policy",
     "kl_ref_adapter_path": "Leave it unset",
+    "kl_ref_model_path": "Leave it unset",
+    "kl_ref_dtype": "Leave it unset for the policy's",
     "kl_ref_lag": "Leave it unset",
     "kl_ref_sync_steps": "Leave it unset",
     "kl_ref_mixup_alpha": "Leave it unset",
