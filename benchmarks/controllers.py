@@ -3,7 +3,7 @@ How well each KL controller holds its target, in real training.
 
     python benchmarks/controllers.py                      # make the missing runs, then the table, figure and JSON
     python benchmarks/controllers.py --tasks embedded-ppo # one task only
-    python benchmarks/controllers.py --readme             # no runs: write the JSON's tables into README.md and docs
+    python benchmarks/controllers.py --docs               # no runs: write the JSON's tables into docs/choosing.md
 
 `hold` gets the target and nothing else. Everyone else also gets a start of 0.05. Ziegler's rule also runs with the
 horizon that its authors' ratio gives (a hundredth of the run's completions), and a plain log-space PID with
@@ -221,14 +221,11 @@ def draw(results: dict[str, dict[str, list[dict]]], path: Path) -> bool:
     return True
 
 
-def write_readme(summaries: dict[str, dict], page: Path, every: bool = False) -> None:
-    """Write the table of the pretrained model, or of every task, between the two markers of a page."""
+def write_tables(summaries: dict[str, dict], page: Path) -> None:
+    """Write the table of every task between the two markers of a page."""
     start, end = "<!-- controllers -->", "<!-- /controllers -->"
     before, rest = page.read_text().split(start)
-    if every:
-        text = "\n".join(f"`{task}`:\n\n{format_table(summary)}\n" for task, summary in summaries.items())
-    else:
-        text = format_table(summaries["stories-grpo"])
+    text = "\n".join(f"`{task}`:\n\n{format_table(summary)}\n" for task, summary in summaries.items())
     page.write_text(f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}")
 
 
@@ -245,16 +242,13 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--workers", type=int, default=1, help="parallel runs, one thread each")
     parser.add_argument("--share", type=int, nargs=2, default=None, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--readme", action="store_true", help="only write the JSON's tables into README.md and docs/choosing.md"
-    )
+    parser.add_argument("--docs", action="store_true", help="only write the JSON's tables into docs/choosing.md")
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
     results_file = args.output / "controllers.json"
-    if args.readme:
+    if args.docs:
         summaries = json.loads(results_file.read_text())
-        write_readme(summaries, ROOT / "README.md")
-        write_readme(summaries, ROOT / "docs" / "choosing.md", every=True)
+        write_tables(summaries, ROOT / "docs" / "choosing.md")
         return
     tasks = args.tasks
     if args.assets is None or not is_available(args.assets):

@@ -8,6 +8,7 @@ tuning. A second run without a penalty shows when the KL would have reached the 
 python benchmarks/promise.py --assets ASSETS --json promise.json                      # two hours; can be stopped
 python benchmarks/promise.py --assets ASSETS --json promise.json --setups default loss --seeds 10
 python benchmarks/promise.py --assets ASSETS --json promise.json --controller pid     # the same for another controller
+python benchmarks/promise.py --assets ASSETS --json promise.json --seeds 10 --figure docs/img/three_runs.png
 ```
 
 `ASSETS` holds `stories260K` of llama2.c (https://huggingface.co/karpathy/tinyllamas), converted to a transformers
@@ -176,6 +177,31 @@ def show(setups: list[str], cases: list[dict], results: Results) -> None:
         )
 
 
+def draw(cases: list[dict], results: Results, path: Path) -> None:
+    """The KL of one setup without a penalty, under Ziegler's rule, and with a target alone."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
+    axis = figure.subplots()
+    styles = {
+        "free": ("no penalty", "0.55", "-"),
+        "adaptive": ("Ziegler's rule, default horizon", "tab:orange", "--"),
+        "hold": ("kl_target=4", "tab:blue", "-"),
+    }
+    for case in cases:
+        label, color, style = styles[case["controller"]]
+        kls = results.runs[results.key(case)][0]["kl"]
+        axis.plot(kls, style, color=color, linewidth=2.2 if case["controller"] == "hold" else 1.6)
+        axis.annotate(
+            label, (len(kls) - 1, kls[-1]), xytext=(4, 0), textcoords="offset points", color=color, va="center"
+        )
+    axis.axhspan(0.8 * TARGET, 1.2 * TARGET, color="tab:blue", alpha=0.12, linewidth=0)
+    axis.set(xlabel="batch of 32 completions", ylabel="KL to the reference (nats per completion)", yscale="log")
+    axis.set(ylim=(0.3, None), xlim=(0, 1.35 * ROLLOUTS))
+    axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -186,6 +212,7 @@ def main() -> None:
         "--controller", default="hold", help="controllers other than hold start at 0.05 (default: hold)"
     )
     parser.add_argument("--json", type=Path, help="keep the results in this file, and continue from it")
+    parser.add_argument("--figure", type=Path, help="draw the first setup, no penalty and Ziegler's rule instead")
     options = parser.parse_args()
     if options.run:
         run_once(json.loads(options.run))
@@ -199,12 +226,20 @@ def main() -> None:
         for controller, rollouts in ((options.controller, ROLLOUTS), ("free", ROLLOUTS // 2))
         if not (controller == "free" and setup in SAME_WHEN_FREE)
     ]
+    if options.figure is not None:
+        first = {"setup": options.setups[0], "seed": options.seeds[0], "assets": str(options.assets)}
+        cases = [
+            first | {"controller": name, "rollouts": ROLLOUTS} for name in (options.controller, "adaptive", "free")
+        ]
     results = Results(options.json)
     try:
         take_turns(__file__, [cases], results, 1, lambda case: sys.executable)
     except KeyboardInterrupt:
         print("\nstopped; results so far:")
-    show(options.setups, cases, results)
+    if options.figure is not None:
+        draw(cases, results, options.figure)
+    else:
+        show(options.setups, cases, results)
 
 
 if __name__ == "__main__":

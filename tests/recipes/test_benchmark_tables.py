@@ -23,7 +23,8 @@ def record(kl, coef=0.2, reward=1.0, perplexity=2.0, target=4.0, seed=0):
 
 def summaries(**changes):
     groups = {
-        "pid": [record([0.0, 4.0] + [4.2] * 18)],
+        "hold": [record([0.0, 4.0] + [4.2] * 18)],
+        "free": [record([0.0, 4.0] + [9.0] * 18)],
         "adaptive 100": [record([0.0, 12.0] + [8.0] * 13 + [4.0] * 5)],
         "fixed 0.1": [record([9.0] * 20, reward=1.2, perplexity=3.0)],
         "fixed 1.0": [record([1.0] * 20, reward=0.6, perplexity=1.5)],
@@ -52,36 +53,35 @@ def test_frontier_is_straight_in_the_root_of_the_kl():
 def test_verdict_says_yes_and_no():
     lines = controllers.verdict(summaries())
     assert [line[:3] for line in lines] == ["yes", "yes", "yes", "yes", "yes", "yes"], lines
-    # A low reward for its KL, a peak of twice the target, and never settled.
-    bad = controllers.verdict(summaries(pid=[record([8.0] * 20, reward=0.1, perplexity=9.0)]))
+    # A low reward for its KL, a peak of twice the target, and late.
+    bad = controllers.verdict(summaries(hold=[record([0.0] * 8 + [8.0] * 12, reward=0.1, perplexity=9.0)]))
     assert [line[:3] for line in bad] == ["NO ", "NO ", "NO ", "NO ", "NO ", "NO "], bad
 
 
 def test_table_goes_between_the_marks(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- controllers -->\nold\n<!-- /controllers -->\nafter\n")
-    controllers.write_readme({"stories-grpo": summaries()}, readme)
-    text = readme.read_text()
-    assert text.startswith("before\n<!-- controllers -->\n| controller |") and text.endswith(
+    page = tmp_path / "choosing.md"
+    page.write_text("before\n<!-- controllers -->\nstale\n<!-- /controllers -->\nafter\n")
+    controllers.write_tables({"stories-grpo": summaries()}, page)
+    text = page.read_text()
+    assert text.startswith("before\n<!-- controllers -->\n`stories-grpo`:\n\n| controller |") and text.endswith(
         "<!-- /controllers -->\nafter\n"
     )
-    assert "old" not in text and "| `pid` | 0.050 | 1.05 |" in text
-    controllers.write_readme({"stories-grpo": summaries()}, readme)
-    assert readme.read_text() == text
+    assert "stale" not in text and "| `hold` | 0.050 | 1.05 |" in text
+    controllers.write_tables({"stories-grpo": summaries()}, page)
+    assert page.read_text() == text
 
 
-def test_readme_has_the_marks():
-    for page in (ROOT / "README.md", ROOT / "docs" / "choosing.md"):
-        assert page.read_text().count("<!-- controllers -->") == page.read_text().count("<!-- /controllers -->") == 1
+def test_the_docs_have_the_marks():
+    text = (ROOT / "docs" / "choosing.md").read_text()
+    assert text.count("<!-- controllers -->") == text.count("<!-- /controllers -->") == 1
 
 
 def test_settings_of_every_task():
     for task in controllers.TASKS:
         labels = [setting.label for setting in controllers.list_settings(task)]
-        assert labels[0] == "pid" and "exponential" in labels
-        assert [label for label in labels if label.startswith("adaptive")] == [
-            f"adaptive {horizon}" for horizon in (100, 300, 1000, 10000)
-        ]
+        assert labels[:3] == ["hold", "pid", "log-pid"] and labels[-1] == "free"
+        # The horizon that its authors' ratio gives, and the usual one.
+        assert [label for label in labels if label.startswith("adaptive")][1] == "adaptive 10000"
         assert sum(label.startswith("fixed") for label in labels) >= 3
 
 
