@@ -71,6 +71,9 @@ def desk(tmp_path, monkeypatch):
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny-model")
     build_tokenizer().save_pretrained(tmp_path / "tiny-model")
+    # The tiny model stands in for the Hub's: a folder of that name comes first.
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen" / "Qwen2.5-0.5B-Instruct").symlink_to(tmp_path / "tiny-model")
     rows = [json.dumps({"prompt": f"w{index} w{index + 1}"}) for index in range(16)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
     log = [{"step": step, "klx/kl": 2.0 * step, "klx/coef": 0.1} for step in range(1, 6)]
