@@ -8,7 +8,7 @@ tuning. A second run without a penalty shows when the KL would have reached the 
 python benchmarks/promise.py --assets ASSETS --json promise.json                      # two hours; can be stopped
 python benchmarks/promise.py --assets ASSETS --json promise.json --setups default loss --seeds 10
 python benchmarks/promise.py --assets ASSETS --json promise.json --controller pid     # the same for another controller
-python benchmarks/promise.py --assets ASSETS --json promise.json --seeds 10 --figure docs/img/three_runs.png
+python benchmarks/promise.py --assets ASSETS --json promise.json --seeds 10 --figure docs/three_runs.png
 ```
 
 `ASSETS` holds `stories260K` of llama2.c (https://huggingface.co/karpathy/tinyllamas), converted to a transformers
