@@ -88,6 +88,7 @@ def desk(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if any(block.language in RUN and not block.excuse for block in blocks(page))],

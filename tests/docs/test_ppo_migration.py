@@ -22,6 +22,9 @@ from support.tiny_ppo import build_ppo, build_scorer, train_ppo
 from trl_klx import KLXPPOConfig, KLXPPOTrainer
 
 
+pytestmark = pytest.mark.slow
+
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 GUIDE = Path(__file__).parents[2] / "docs" / "from_trl_ppo.md"
 OLD_IMPORT = "from trl.experimental.ppo import PPOConfig, PPOTrainer\n"

@@ -15,6 +15,9 @@ from support.tiny import build_model, build_trainer, lora, trained_lora, weights
 from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
 
 
+pytestmark = pytest.mark.slow
+
+
 # Per trainer.
 DRAWS = int(os.environ.get("KLX_FUZZ_DRAWS", "34"))
 HOSTILE = [None, -1, -0.5, math.nan, math.inf, -math.inf, 10**400, True, "", "k9", [], {}, "0.1", b"x", "../.."]

@@ -12,6 +12,9 @@ from support.tiny_ppo import build_ppo
 from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
 
 
+pytestmark = pytest.mark.slow
+
+
 OURS = {"GRPO": KLXGRPOTrainer, "RLOO": KLXRLOOTrainer, "PPO": KLXPPOTrainer}
 KL = {"kl_penalty_coef": 0.1, "kl_target": 0.2, "kl_controller": "pid", "kl_warn_window": 3}
 

@@ -32,6 +32,9 @@ from support.tiny import (
 from trl_klx import KLXGRPOConfig, KLXGRPOTrainer, KLXPPOConfig, KLXPPOTrainer, KLXRLOOConfig, KLXRLOOTrainer
 
 
+pytestmark = pytest.mark.slow
+
+
 CONFIGS = [KLXGRPOConfig, KLXRLOOConfig, KLXPPOConfig]
 
 

@@ -9,6 +9,9 @@ from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 from trl_klx.control.forward_pass import CAN_SKIP_LM_HEAD
 
 
+pytestmark = pytest.mark.slow
+
+
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 
 

@@ -26,6 +26,9 @@ from support.tiny_ppo import (
 )
 
 
+pytestmark = pytest.mark.slow
+
+
 # ---- Rollouts and losses ----
 
 

@@ -36,6 +36,9 @@ from trl_klx.ppo.policy_layers import copy_top_layers, layer_stack
 from trl_klx.ppo.value_function import ReturnScale, ValueHead
 
 
+pytestmark = pytest.mark.slow
+
+
 OWNERS = pytest.mark.parametrize("owner", ["head", "model"])
 
 

@@ -10,6 +10,9 @@ from trl_klx.references import patterns
 from trl_klx.references.adapter_loading import load_reference_adapter
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(patterns, "SECONDS", 4.0)
