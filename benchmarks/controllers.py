@@ -31,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads are slower on model
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "recipes"), str(Path(__file__).parent)]
 
+from measuring import steps_to_arrive  # noqa: E402
 from stories import is_available, write_dataset  # noqa: E402
 
 from hh_report import load_pyplot  # noqa: E402
@@ -134,12 +135,6 @@ def summarise(records: list[dict]) -> dict:
         "seeds": len(records),
         "batches": steps,
     }
-
-
-def steps_to_arrive(kls: list[float], target: float) -> int | None:
-    """The first batch at which the mean of three KLs is at nine tenths of the target."""
-    ends = range(3, len(kls) + 1)
-    return next((end for end in ends if fmean(kls[end - 3 : end]) >= 0.9 * target), None)
 
 
 def interpolate_frontier(summary: dict[str, dict], kl: float, name: str) -> float | None:

@@ -182,3 +182,9 @@ def progress(done: int, total: int, left: float) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def steps_to_arrive(kls: list[float], target: float) -> int | None:
+    """The first batch at which the mean of three KLs is at nine tenths of the target."""
+    ends = range(3, len(kls) + 1)
+    return next((end for end in ends if statistics.fmean(kls[end - 3 : end]) >= 0.9 * target), None)

@@ -23,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measuring import MARK, Results, take_turns
+from measuring import MARK, Results, steps_to_arrive, take_turns
 
 from trl_klx.controllers.tracking_error import relative_rms_error
 
@@ -138,14 +138,6 @@ def run_once(case: dict) -> None:
     print(MARK + json.dumps({name: [entry[key] for entry in history] for name, key in names.items()}), flush=True)
 
 
-def arrival(kls: list[float], target: float) -> int | None:
-    """The first batch at which the mean of the last three KLs reaches nine tenths of the target."""
-    for end in range(3, len(kls) + 1):
-        if statistics.fmean(kls[end - 3 : end]) >= 0.9 * target:
-            return end
-    return None
-
-
 def show(setups: list[str], cases: list[dict], results: Results) -> None:
     print("| setup | error | peak / target | mean / target | arrival, free arrival | reward |")
     print("|---|---|---|---|---|---|")
@@ -166,7 +158,7 @@ def show(setups: list[str], cases: list[dict], results: Results) -> None:
         kls = [run["kl"] for run in runs[False]]
         tails = [kl[len(kl) // 2 :] for kl in kls]
         errors = [relative_rms_error(tail, target) for tail in tails]
-        arrivals = {free: [arrival(run["kl"], target) for run in runs[free]] for free in runs}
+        arrivals = {free: [steps_to_arrive(run["kl"], target) for run in runs[free]] for free in runs}
         shown = {free: ", ".join("never" if at is None else str(at) for at in arrivals[free]) for free in runs}
         print(
             f"| {setup} | {' '.join(f'{error:.2f}' for error in errors)} "

@@ -89,6 +89,7 @@ def test_two_processes_do_what_one_does(name, ranks, tmp_path):
             torch.testing.assert_close(rank["weights"][weight_name], weight, atol=1e-5, rtol=0)
         assert rank["scaling"] == pytest.approx(alone["scaling"], abs=1e-5)
         assert rank["coef"] == pytest.approx(alone["coef"], abs=1e-5)
+        assert rank["controller"] == pytest.approx(alone["controller"], abs=1e-4)
         assert len(rank["history"]) == len(alone["history"]) == 3
         for entry, expected in zip(rank["history"], alone["history"], strict=True):
             names = [n for n in expected if n == "loss" or n.startswith(("klx/", "ppo/"))]

@@ -23,6 +23,7 @@ CASES = {
     "grpo-reward": {"algorithm": "grpo", "kl_placement": "reward", "num_generations": 8},
     "grpo-loss": {"algorithm": "grpo", "kl_placement": "loss"},
     "grpo-loss-full": {"algorithm": "grpo", "kl_placement": "loss", "kl_estimator": "full"},
+    "grpo-hold": {"algorithm": "grpo", "kl_horizon": 10000, "kl_target": 20.0},
     "rloo-batch": {"algorithm": "rloo", "kl_centering": "batch"},
     "rloo-loss": {"algorithm": "rloo", "kl_placement": "loss", "kl_ignore_tokens": ["eos"]},
     "rloo-reward": {"algorithm": "rloo", "kl_placement": "reward", "num_generations": 8},
@@ -37,7 +38,7 @@ def uneven_reward(completion_ids, **kwargs) -> list[float | None]:
 
 def run_case(case: dict, output_dir: str, micro_batches: int, processes: int) -> dict:
     """Train for three steps. Returns the loss's advantages by prompt and completion, and the statistics."""
-    fields = dict(case)
+    fields = {"kl_penalty_coef": 0.2, "kl_target": 0.5, "kl_horizon": 40} | case
     grpo = fields.pop("algorithm") == "grpo"
     extras = {"rollout_func": scripted_rollout} if grpo else {}
     base = KLXGRPOTrainer if grpo else type("ScriptedRLOOTrainer", (ScriptedGeneration, KLXRLOOTrainer), {})
@@ -47,9 +48,6 @@ def run_case(case: dict, output_dir: str, micro_batches: int, processes: int) ->
         model=trained_lora(1, scale=0.1),
         rewards=uneven_reward,
         extras=extras,
-        kl_penalty_coef=0.2,
-        kl_target=0.5,
-        kl_horizon=40,
         per_device_train_batch_size=8 // micro_batches // processes,
         gradient_accumulation_steps=micro_batches,
         # Adam would turn the rounding of a gradient near zero into a whole step.
@@ -73,6 +71,7 @@ def run_case(case: dict, output_dir: str, micro_batches: int, processes: int) ->
         "kl": logged(trainer, "klx/kl"),
         "k1": logged(trainer, "klx/kl_k1"),
         "coef": [*logged(trainer, "klx/coef"), trainer.kl_controller.value],
+        "controller": trainer.kl_controller.state_dict(),
         "grad_norm": logged(trainer, "grad_norm"),
         "adjustment": logged(trainer, "klx/adjustment_abs_mean"),
         "num_processes": accelerator.num_processes,

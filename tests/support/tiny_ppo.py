@@ -336,6 +336,7 @@ SPREAD_RUNS = {
     "lora": {"lora": True},
     "frozen": {"num_layers_unfrozen": 1},
     "loss": {"kl_placement": "loss", "kl_penalty_coef": 0.05},
+    "hold": {"kl_penalty_coef": None, "kl_target": 2.0, "kl_horizon": 10000},
     "advantage": {"kl_placement": "advantage", "whiten_rewards": True, "missing_eos_penalty": 0.5},
 }
 
@@ -354,7 +355,7 @@ def length_reward(completion_ids, **kwargs) -> list[float | None]:
 
 
 def run_spread(name: str, output_dir: str, processes: int) -> dict:
-    fields = {"kl_penalty_coef": 0.2, **SPREAD_RUNS[name]}
+    fields = {"kl_penalty_coef": 0.2, "kl_target": 0.2, "kl_horizon": 50, **SPREAD_RUNS[name]}
     extras = {"rollout_func": spread_rollout}
     if fields.pop("lora", False):
         # Not zero at the start, or one of the two factors would get no gradient.
@@ -372,8 +373,6 @@ def run_spread(name: str, output_dir: str, processes: int) -> dict:
         learning_rate=0.05,
         vf_coef=0.5,
         reward_scaling="running",
-        kl_target=0.2,
-        kl_horizon=50,
         logging_steps=2,
         rewards=length_reward,
         dataset=build_dataset(24),
@@ -384,6 +383,7 @@ def run_spread(name: str, output_dir: str, processes: int) -> dict:
     trainer.train()
     return ppo_outcome(trainer) | {
         "start": start,
+        "controller": trainer.kl_controller.state_dict(),
         "num_processes": trainer.accelerator.num_processes,
         "distributed_type": str(trainer.accelerator.distributed_type),
     }

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import TrainerState
 from trl import GRPOConfig, RLOOConfig
 
-from ..controllers.base import is_finite_number
+from ..controllers.setting_rules import is_finite_number
 from ..references.finite import weight_fault
 from ..references.loading import saved_steps
 from .checksums import CHECKSUM_FILE, checksum_fault

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..controllers.base import is_finite_number
+from ..controllers.setting_rules import is_finite_number
 from .console import CLIError, progress
 
 

@@ -8,8 +8,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional
 
+from ..references.peft_adapters import causal_lm
 from ..references.sharding import is_sharded, join_parts
-from .forward_pass import causal_lm
 from .rollout import Scored
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import trl
-from accelerate.utils import is_peft_model
 from packaging.version import Version
 from torch import nn
 from trl.trainer import utils as trl_utils
+
+from ..references.peft_adapters import causal_lm
 
 
 # Since 1.15 TRL gives models an LM head of its own, which computes log-probs in tiles.
@@ -30,11 +31,6 @@ def _can_skip_lm_head() -> bool:
 
 
 CAN_SKIP_LM_HEAD = _can_skip_lm_head()
-
-
-def causal_lm(model: Any) -> Any:
-    """The model without PEFT's wrapper, whose layers are inside it."""
-    return model.get_base_model() if is_peft_model(model) else model
 
 
 @contextmanager

@@ -13,19 +13,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
-from .setting_rules import check_settings
+from .setting_rules import check_settings, is_finite_number
 
 
 SETTINGS = ("target", "horizon", "min_coef", "max_coef")
-
-
-def is_finite_number(value: object) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int beyond the range of floats
-        return False
 
 
 def is_saved_kl(value: object) -> bool:

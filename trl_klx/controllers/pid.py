@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .base import KLController, KLControllerState, check_positive, is_finite_number, safe_exp
+from .base import KLController, KLControllerState, check_positive, safe_exp
+from .setting_rules import is_finite_number
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ class FieldRule:
             raise ValueError(f"`{name}` must be {self.sound}, got {value!r}. {self.remedy}")
 
 
-def is_number(value: Any) -> bool:
+def is_finite_number(value: object) -> bool:
     """Whether the value is a number that a float can hold; NaN and infinities are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def number(
@@ -44,7 +44,7 @@ def number(
     """A finite number of at least `low`, or above it, and at most `high`."""
 
     def is_sound(value: Any) -> bool:
-        sound = is_number(value) and low <= value <= high and not (above and value == low)
+        sound = is_finite_number(value) and low <= value <= high and not (above and value == low)
         return sound and (kind is float or isinstance(value, kind))
 
     return FieldRule(is_sound, f"{'an integer' if kind is int else 'a finite number'} {interval}", remedy)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from trl.trainer.utils import disable_dropout_in_model
 
-from ..control.forward_pass import causal_lm
+from ..references.peft_adapters import causal_lm
 from .inputs import split_off
 from .policy_layers import copy_top_layers
 from .value_function import ValueFunction, ValueHead, ValueModel

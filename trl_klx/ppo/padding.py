@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..control.forward_pass import causal_lm
+from ..references.peft_adapters import causal_lm
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..control.forward_pass import causal_lm
+from ..references.peft_adapters import causal_lm
 from ..references.sharding import join_parts
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..controllers.base import is_finite_number
+from ..controllers.setting_rules import is_finite_number
 
 
 class RewardScaler:

@@ -14,7 +14,7 @@ from ..checkpoints.integrity import check_checkpoints
 from ..control.forward_pass import narrow_tiles
 from ..control.placements import Batch
 from ..control.rollout import Pull, Rollout, Scored, TokenKL
-from ..maths.advantages import masked_mean, masked_moments, sequence_means, whiten_with_moments
+from ..maths.advantages import masked_moments, sequence_means, whiten_with_moments
 from ..maths.gae import clipped_value_loss, compute_gae, shape_rewards
 from ..trainers.grpo import KLXGRPOTrainer
 from .checkpoint import PPOCheckpointMixin
@@ -237,15 +237,22 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
     def _klx_pull(self, batch: Batch, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> Pull | None:
         if rollout.policy is None or rollout.policy.values is None:
             return None  # in one pass, the values come too late for the controller
-        args, mask = self.args, mask & batch["ppo_scorable"].unsqueeze(1)
+        args, counted = self.args, mask
+        mask = self._klx_generated(batch) & batch["ppo_scorable"].unsqueeze(1)
         rewards = shape_rewards(batch["ppo_scores"], torch.zeros_like(kl.k1), mask, 1.0)
         advantages, _ = compute_gae(rewards, rollout.policy.values, mask, args.gamma, args.lam)
         if not self._klx_placement.in_token_rewards:
-            return Pull(whiten_with_moments(advantages, mask, masked_moments(advantages, mask)))
+            return Pull(self._ppo_whiten(advantages, mask))
         # The estimation is linear, so a penalty in the rewards reaches the advantages as a reward without values
         # would. Whitening divides both by the same number.
-        charged, _ = compute_gae(torch.where(mask, kl.k1, 0.0), torch.zeros_like(kl.k1), mask, args.gamma, args.lam)
-        return Pull(*(torch.where(mask, part - masked_mean(part, mask), 0.0) for part in (advantages, charged)))
+        paid = torch.where(counted, kl.penalised, 0.0)
+        charged, _ = compute_gae(paid, torch.zeros_like(paid), mask, args.gamma, args.lam)
+        moments = torch.stack([masked_moments(part, mask) for part in (advantages, charged)])
+        count, total, _ = self.accelerator.reduce(moments, reduction="sum").unbind(dim=1)
+        means = (total / count.clamp(min=1.0)).to(advantages.dtype)
+        return Pull(
+            *(torch.where(mask, part - mean, 0.0) for part, mean in zip((advantages, charged), means, strict=True))
+        )
 
     def _klx_score_batch(self, batch: Batch, rollout: Rollout) -> None:
         if rollout.policy is None and not self._ppo_in_one_pass:

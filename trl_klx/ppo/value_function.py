@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..control.forward_pass import causal_lm
 from ..maths._tensors import wide_dtype
+from ..references.peft_adapters import causal_lm
 from ..references.sharding import join_parts
 from .policy_layers import top_layers
 

@@ -34,22 +34,40 @@ class UnusableAdapterError(Exception):
     """An adapter cannot serve as a reference; the message says why."""
 
 
-def local_adapter_folder(path: str) -> str:
-    """The folder at `path`, or the local copy of the Hub repository of that name."""
+def find_folder(path: str, may_be_on_hub: bool, files: list[str], error_class: type[Exception]) -> str:
+    """
+    The folder at `path`, or the local copy of the Hub repository of that name.
+
+    Args:
+        path (`str`):
+            Folder, or name of a Hub repository.
+        may_be_on_hub (`bool`):
+            Whether `path` could be such a name.
+        files (`list[str]`):
+            Patterns of the files to download.
+        error_class (`type[Exception]`):
+            What to raise if there is no such folder.
+    """
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
-        raise UnusableAdapterError("it is not a directory.")
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise UnusableAdapterError("the directory does not exist.")
+        raise error_class("it is not a directory.")
+    if not may_be_on_hub:
+        raise error_class("the directory does not exist.")
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(path, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE])
+        return snapshot_download(path, allow_patterns=files)
     except Exception as error:
-        raise UnusableAdapterError(
+        raise error_class(
             f"the directory does not exist, and no such Hub repository could be downloaded ({type(error).__name__})."
         ) from error
+
+
+def local_adapter_folder(path: str) -> str:
+    """The folder at `path`, or the local copy of the Hub repository of that name."""
+    is_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    return find_folder(path, is_name, [CONFIG_FILE, WEIGHTS_FILE], UnusableAdapterError)
 
 
 def read_adapter_config(folder: str) -> PeftConfig:

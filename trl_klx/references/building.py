@@ -24,10 +24,9 @@ from .model_files import (
     check_separate,
     check_vocabulary,
     load_reference_model,
-    plain_model,
 )
 from .moving import Mover
-from .peft_adapters import adapter_tensors, trained_adapter
+from .peft_adapters import adapter_tensors, causal_lm, trained_adapter
 
 
 class ReferenceArgs(Protocol):
@@ -171,7 +170,7 @@ class ReferenceBuilder:
 
     def loaded_model(self, path: str, dtype: str | None) -> ModelReference:
         """The model in a folder or Hub repository, in `dtype` or, if that is `None`, in the policy's."""
-        torch_dtype: torch.dtype = plain_model(self.policy).dtype if dtype is None else getattr(torch, dtype)
+        torch_dtype: torch.dtype = causal_lm(self.policy).dtype if dtype is None else getattr(torch, dtype)
         folder = os.path.expanduser(path)
         # Where a folder lies on this machine is no part of what the model is.
         name = os.path.basename(os.path.abspath(folder)) if os.path.isdir(folder) else path
@@ -190,14 +189,14 @@ class ReferenceBuilder:
             raise ValueError(f"Cannot use the {type(model).__name__} as KL reference: {error}") from error
 
     def _separate_model(self, model: nn.Module, identity: dict[str, Any]) -> ModelReference:
-        causal_lm = plain_model(model)
-        check_vocabulary(getattr(causal_lm, "config", None), self.policy)
+        base_model = causal_lm(model)
+        check_vocabulary(getattr(base_model, "config", None), self.policy)
         check_separate(model, self.policy)
         check_finite(model)
         model = model.requires_grad_(False).eval()
         # RLOO's config lacks this field, and its trainer computes the head in the dtype of the model.
         cast_to_fp32 = vars(self.args).get("cast_lm_head_to_fp32", False)
-        add_trl_lm_head(causal_lm, self.temperature, cast_to_fp32)
+        add_trl_lm_head(base_model, self.temperature, cast_to_fp32)
         return ModelReference(self.policy, model, identity | {"hash": fingerprint(model)}, self.accelerator)
 
     # ---- References of a PEFT policy ----

@@ -6,14 +6,13 @@ from typing import Any, cast
 
 import torch
 import transformers
-from accelerate.utils import is_peft_model
-from peft import PeftModel
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 
 from .adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
+from .adapter_files import find_folder
 from .finite import weight_fault
-from .peft_adapters import rng_kept
+from .peft_adapters import causal_lm, rng_kept
 from .sharding import broadcast_from_main, join_parts
 
 
@@ -42,11 +41,6 @@ class UnusableModelError(Exception):
     """A model cannot serve as a reference; the message says why."""
 
 
-def plain_model(model: nn.Module) -> Any:
-    """The model without PEFT's wrapper."""
-    return cast(PeftModel, model).get_base_model() if is_peft_model(model) else model
-
-
 def load_reference_model(path: str, policy: nn.Module, dtype: torch.dtype, tokenizer: Any) -> nn.Module:
     """
     Load the model at `path`. Only safetensors files are read, and only classes of transformers are used. Everything
@@ -69,7 +63,7 @@ def load_reference_model(path: str, policy: nn.Module, dtype: torch.dtype, token
         _check_tokenizer(folder, tokenizer)
     if not any(re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name) for name in os.listdir(folder)):
         raise UnusableModelError("it has no `model.safetensors`; other formats of weights are never loaded.")
-    base = plain_model(policy)
+    base = causal_lm(policy)
     settings: dict[str, Any] = {"dtype": dtype}
     if type(config) is type(base.config):
         settings["attn_implementation"] = base.config._attn_implementation
@@ -90,20 +84,7 @@ def load_reference_model(path: str, policy: nn.Module, dtype: torch.dtype, token
 
 def local_model_folder(path: str) -> str:
     """The folder at `path`, or the local copy of the Hub repository of that name."""
-    if os.path.isdir(path):
-        return path
-    if os.path.exists(path):
-        raise UnusableModelError("it is not a directory.")
-    if not _HUB_NAME.fullmatch(path):
-        raise UnusableModelError("the directory does not exist.")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(path, allow_patterns=_HUB_FILES)
-    except Exception as error:
-        raise UnusableModelError(
-            f"the directory does not exist, and no such Hub repository could be downloaded ({type(error).__name__})."
-        ) from error
+    return find_folder(path, _HUB_NAME.fullmatch(path) is not None, _HUB_FILES, UnusableModelError)
 
 
 def _read_config(folder: str) -> PretrainedConfig:
@@ -147,7 +128,7 @@ def _model_class(config: PretrainedConfig) -> Any:
 
 def check_vocabulary(config: Any, policy: nn.Module) -> None:
     """Refuse a model whose vocabulary has another size than the policy's."""
-    theirs, ours = (_vocabulary_size(each) for each in (config, getattr(plain_model(policy), "config", None)))
+    theirs, ours = (_vocabulary_size(each) for each in (config, getattr(causal_lm(policy), "config", None)))
     if theirs is not None and ours is not None and theirs != ours:
         raise UnusableModelError(
             f"its vocabulary has {theirs} entries, and the policy's has {ours}, so their log-probs cannot be "

@@ -7,8 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from peft import PeftModel
 from torch import nn
+
+
+def causal_lm(model: Any) -> Any:
+    """The model without PEFT's wrapper, whose layers are inside it."""
+    return model.get_base_model() if is_peft_model(model) else model
 
 
 def trained_adapter(model: PeftModel) -> str:

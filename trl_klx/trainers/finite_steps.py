@@ -13,6 +13,7 @@ from ..control.metrics import Sums
 from ..control.placements import Batch
 from ..control.rollout import Rollout, Scored
 from ..maths.estimators import MAX_ABS_LOG_RATIO
+from ..references.sharding import local_part
 from .forward_passes import ForwardPassMixin, PassArgs, PassKwargs
 
 
@@ -248,7 +249,7 @@ class FiniteStepsMixin(ForwardPassMixin):
         """Refuse to save weights that are not finite. Every process must call this."""
         policy = self.accelerator.unwrap_model(self.model)
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        counts = [(~_local_part(parameter).isfinite()).sum() for parameter in trained]
+        counts = [(~local_part(parameter).isfinite()).sum() for parameter in trained]
         if not counts:
             return
         wrong = int(self._klx_reduce(torch.stack(counts).sum()).item())
@@ -274,10 +275,3 @@ def _can_be_told(optimizer: Any) -> bool:
     """
     adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
     return adam and all(group.get("fused") for group in optimizer.param_groups)
-
-
-def _local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a parameter, under FSDP2 and ZeRO-3 too."""
-    part: Any = getattr(parameter, "ds_tensor", parameter).detach()
-    local: torch.Tensor = part.to_local() if hasattr(part, "to_local") else part
-    return local

@@ -8,13 +8,14 @@ import torch
 from trl.models.utils import disable_gradient_checkpointing
 
 from ..control.exact_kl import Head, check_lm_head, lm_head
-from ..control.forward_pass import CAN_SKIP_LM_HEAD, captured_hidden, causal_lm, narrow_tiles, no_lm_head
+from ..control.forward_pass import CAN_SKIP_LM_HEAD, captured_hidden, narrow_tiles, no_lm_head
 from ..control.kl_control import KLControl
 from ..control.placements import Batch, Placement
 from ..control.rollout import Rollout, Scored
 from ..controllers.base import KLController
 from ..references.adapter import without_dropout
 from ..references.base import KLReference
+from ..references.peft_adapters import causal_lm
 
 
 if TYPE_CHECKING:

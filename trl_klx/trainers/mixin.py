@@ -223,7 +223,8 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLX
     def _klx_apply(self, batch: Batch, rollout: Rollout, kl: TokenKL) -> None:
         """Enter the penalty of a measured batch, and count the batch."""
         mask = self._klx_control.mask(self._klx_generated(batch), batch["completion_ids"])
-        pull = self._klx_pull(batch, rollout, kl, mask)
+        # Nothing is steered in evaluation.
+        pull = self._klx_pull(batch, rollout, kl, mask) if self._klx_mode == "train" else None
         adjustment = self._klx_placement.apply(batch, kl, mask, rollout.coef)
         if rollout.deferred and rollout.pending == 0:
             return  # a second pass over micro-batches that were counted in the first
