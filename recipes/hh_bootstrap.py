@@ -392,11 +392,22 @@ def _publish(folder: Path, target: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def outside_of_launch() -> Iterator[None]:
+    """Child processes that start in here do not see the launcher's variables, or their trainers would join it."""
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if LAUNCHED.fullmatch(name)}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
 def _build_in_child(cache_dir: Path, seed: int, quick: bool) -> None:
-    """Train the models in a child process without the launch's variables, or its trainers would join the launch."""
-    alone = {name: value for name, value in os.environ.items() if not LAUNCHED.fullmatch(name)}
+    """Train the models in a child process."""
     command = [sys.executable, "-u", __file__, str(cache_dir), str(seed), *(["--quick"] if quick else [])]
-    if code := subprocess.run(command, env=alone).returncode:
+    with outside_of_launch():
+        code = subprocess.run(command).returncode
+    if code:
         raise RuntimeError(f"Training the tiny models failed: {command} exited with {code}.")
 
 

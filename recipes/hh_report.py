@@ -187,6 +187,7 @@ def write_report(
     after: Evaluation,
     history: Sequence[dict],
     perplexities: Sequence[tuple[int, float]],
+    free: Sequence[dict] = (),
 ) -> None:
     """Write the numbers behind the table and the figure as JSON."""
     content = {
@@ -194,6 +195,7 @@ def write_report(
         "after": asdict(after),
         "perplexity": [{"step": step, "value": value} for step, value in perplexities],
         "history": list(history),
+        "free_run": list(free),
     }
     (folder / "report.json").write_text(json.dumps(content, indent=2))
 

@@ -20,12 +20,15 @@ accelerate launch recipes/ppo_hh.py \
 ```
 """
 
+import contextlib
 import copy
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 
 
@@ -41,12 +44,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    PreTrainedModel,
+    PreTrainedTokenizerBase,
     ProgressCallback,
 )
 from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
-from hh_bootstrap import prepare_default_for_launch
+from hh_bootstrap import outside_of_launch, prepare_default_for_launch
 from hh_measures import heldout_perplexity, score_texts
 from hh_report import (
     BriefProgress,
@@ -86,7 +89,8 @@ class HHScriptArguments(ScriptArguments):
         samples (`int`, *optional*, defaults to `3`):
             Number of dialogues to show before and after training.
         free_run (`bool`, *optional*, defaults to `False`):
-            Also train without a penalty until the KL is at twice its target, to draw that run behind this one.
+            Also train without a penalty until the KL is at twice its target, in a second process, to draw that run
+            behind this one.
         cache_dir (`str`, *optional*, defaults to `"outputs/hh_default"`):
             Where to keep the default tiny models for the next run.
         quick (`bool`, *optional*, defaults to `False`):
@@ -234,47 +238,68 @@ def without_penalty(args: KLXPPOConfig) -> KLXPPOConfig:
     return args
 
 
-def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args: ModelConfig) -> None:
-    state = PartialState()
-    embedded = model_args.model_name_or_path is None
-    if embedded != (training_args.reward_model_path is None):
-        raise ValueError("Set --model_name_or_path and --reward_model_path together, or neither for the default.")
+@dataclass
+class Setup:
+    """
+    What a run needs besides its arguments.
 
-    if embedded:
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`):
+            Tokenizer of the policy.
+        rows (`list[dict]`):
+            Training dialogues.
+        heldout (`list[dict]`):
+            Held-out dialogues for the report.
+        score (`Callable`):
+            Scores answers to prompts.
+        build_trainer (`Callable`):
+            Builds a trainer with a fresh policy.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    rows: list[dict]
+    heldout: list[dict]
+    score: Callable[[list[str], list[str]], list[float]]
+    build_trainer: Callable[[KLXPPOConfig], KLXPPOTrainer]
+
+
+def set_up(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args: ModelConfig) -> Setup:
+    """Load models and dialogues; without a model, train the tiny ones first."""
+    path, reward_path = model_args.model_name_or_path, training_args.reward_model_path
+    if (path is None) != (reward_path is None):
+        raise ValueError("Set --model_name_or_path and --reward_model_path together, or neither for the default.")
+    rows = heldout = None
+    if path is None:
         say("[1/4] Dialogues, tokenizer, policy (SFT) and reward model")
         assets = prepare_default_for_launch(script_args.cache_dir, quick=script_args.quick)
         say(
             f"      reward model: {100 * assets.reward_accuracy:.1f}% of held-out preferences right; policy: held-out "
             f"perplexity {assets.sft_perplexity_before:.1f} before SFT, {assets.sft_perplexity_after:.2f} after"
         )
-        model_args.model_name_or_path = str(assets.sft_path)
-        training_args.reward_model_path = str(assets.reward_path)
+        path, reward_path = str(assets.sft_path), str(assets.reward_path)
         rows, heldout = assets.train_rows, assets.heldout_rows
     else:
         say("[1/4] Loading models and data")
-        rows = heldout = None
     if script_args.dataset_name is not None:
         rows, heldout = load_dialogues(script_args)
     if rows is None:
         raise ValueError("Set --dataset_name, for instance to Anthropic/hh-rlhf or to a local file.")
 
-    path, settings = model_args.model_name_or_path, model_settings(model_args, training_args)
+    settings = model_settings(model_args, training_args)
     tokenizer = load_tokenizer(path, **source_of(model_args, training_args))
-    policy = AutoModelForCausalLM.from_pretrained(path, **settings)
-    check_tokenizer(tokenizer, policy, path)
+    reward_model, reward_tokenizer = load_reward_model(reward_path, settings["dtype"], training_args.device)
     stops = training_args.stop_strings or []
-    reward_model, reward_tokenizer = load_reward_model(
-        training_args.reward_model_path, settings["dtype"], training_args.device
-    )
     score, reward_func = make_reward(reward_model, reward_tokenizer, stops, script_args.delta_reward)
     rows = truncate_prompts(rows, tokenizer, script_args.max_prompt_length)
     heldout = truncate_prompts(heldout[: script_args.eval_prompts], tokenizer, script_args.max_prompt_length)
 
-    def build_trainer(args: KLXPPOConfig, model: PreTrainedModel) -> KLXPPOTrainer:
+    def build_trainer(args: KLXPPOConfig) -> KLXPPOTrainer:
+        policy = AutoModelForCausalLM.from_pretrained(path, **settings)
+        check_tokenizer(tokenizer, policy, path)
         trainer = KLXPPOTrainer(
             args=args,
             processing_class=tokenizer,
-            model=model,
+            model=policy,
             reward_funcs=reward_func,
             train_dataset=Dataset.from_list(rows),
             peft_config=get_peft_config(model_args),
@@ -284,7 +309,37 @@ def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args
             trainer.add_callback(BriefProgress)
         return trainer
 
-    trainer = build_trainer(training_args, policy)
+    return Setup(tokenizer, rows, heldout, score, build_trainer)
+
+
+def free_history(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args: ModelConfig) -> list[dict]:
+    """The log of the same run without a penalty, until its KL is at twice the target."""
+    torch.set_num_threads(1)
+    training_args.disable_tqdm = True
+    training_args.output_dir = str(Path(training_args.output_dir) / "free_run")
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        trainer = set_up(script_args, training_args, model_args).build_trainer(without_penalty(training_args))
+        trainer.add_callback(StopAtKL(2.0 * training_args.kl_target))
+        trainer.train()
+    return trainer.state.log_history
+
+
+def start_free_run(*arguments) -> Future:
+    """Start [`free_history`] in a process of its own, outside of the launch."""
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    with outside_of_launch():
+        future = pool.submit(free_history, *arguments)
+    pool.shutdown(wait=False)
+    return future
+
+
+def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args: ModelConfig) -> None:
+    state = PartialState()
+    arguments = copy.deepcopy((script_args, training_args, model_args))
+    setup = set_up(script_args, training_args, model_args)
+    tokenizer, rows, heldout, score = setup.tokenizer, setup.rows, setup.heldout, setup.score
+    stops = training_args.stop_strings or []
+    trainer = setup.build_trainer(training_args)
     # No single process holds all weights of a sharded policy, so only a whole one is measured.
     whole = trainer.accelerator.distributed_type in (
         DistributedType.NO,
@@ -323,26 +378,22 @@ def main(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_args
             else ""
         )
     )
+    free_run = None
+    if script_args.free_run and training_args.kl_target is not None and state.is_main_process:
+        say("      beside it, the same without a penalty, until the KL is at twice its target")
+        free_run = start_free_run(*arguments)
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
     say(f"      policy saved in {training_args.output_dir}")
-
-    free_trainer = None
-    if script_args.free_run and training_args.kl_target is not None:
-        say("      the same without a penalty, until the KL is at twice its target")
-        args = without_penalty(training_args)
-        free_trainer = build_trainer(args, AutoModelForCausalLM.from_pretrained(path, **settings))
-        free_trainer.add_callback(StopAtKL(2.0 * training_args.kl_target))
-        free_trainer.train()
 
     if whole and state.is_main_process:
         say("[4/4] Measuring again")
         after = measure()
         history, target = trainer.state.log_history, training_args.kl_target
-        free = free_trainer.state.log_history if free_trainer is not None else []
+        free = free_run.result() if free_run is not None else []
         folder = Path(training_args.output_dir)
         say(format_report(before, after, history, target, heldout, script_args.samples))
-        write_report(folder, before, after, history, perplexity.curve)
+        write_report(folder, before, after, history, perplexity.curve, free)
         if draw_report(folder / "report.png", history, perplexity.curve, target, free):
             say(f"\nCurves: {folder / 'report.png'}")
         else:

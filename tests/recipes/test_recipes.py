@@ -196,6 +196,17 @@ def test_local_file_in_split_and_raw_form(models, tmp_path, pairs):
     assert report["after"]["reward"] != report["before"]["reward"]
 
 
+def test_a_run_without_a_penalty_beside_it(models, tmp_path, pairs):
+    flags = ["--free_run=True", "--kl_target=0.01", "--learning_rate=0.01", "--max_steps=8", "--logging_steps=1"]
+    report = run(models, pairs, tmp_path / "run", *flags)
+    free = [entry for entry in report["free_run"] if "klx/kl" in entry]
+    held = [entry for entry in report["history"] if "klx/kl" in entry]
+    assert {entry["klx/coef"] for entry in free} == {0.0} and min(entry["klx/coef"] for entry in held) > 0
+    # It stops at twice the target, and begins as the run beside it does.
+    assert free[-1]["klx/kl"] >= 0.02 > max(entry["klx/kl"] for entry in free[:-1])
+    assert free[0]["reward"] == held[0]["reward"] and len(held) == 8 > len(free)
+
+
 def test_lora_delta_reward_and_stop(models, tmp_path, pairs):
     flags = ["--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--delta_reward", "--stop_strings", WORDS[3]]
     run(models, pairs, tmp_path / "lora", *flags)
