@@ -61,11 +61,11 @@ def describe_kl(args: Any, reference: dict[str, Any], log_history: list[dict[str
 
 def _chosen_settings(args: Any) -> dict[str, str]:
     """Return the settings that had an effect: the main ones, and others that differ from their defaults."""
-    chosen = {}
+    chosen, own_defaults = {}, {field.name: field.default for field in fields(args)} | args._own_defaults()
     resolved = {"kl_controller": args.kl_controller_name, "kl_penalty_coef": args.kl_init_coef}
     for field in fields(args):
         value = resolved.get(field.name, getattr(args, field.name))
-        if field.name in _MAIN or (field.name.startswith("kl_") and value != field.default):
+        if field.name in _MAIN or (field.name.startswith("kl_") and value != own_defaults[field.name]):
             chosen[field.name] = "chosen by the controller" if value is None else _shown(value)
     inert = set() if args.kl_penalty_enabled and args.kl_placement == "advantage" else {"kl_centering"}
     if not args.kl_penalty_enabled:
