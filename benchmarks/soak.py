@@ -1,13 +1,15 @@
 """
-A long run with a moving LoRA reference: memory, step time and the number of adapters must not grow.
+A long run: memory, step time and the number of adapters must not grow.
 
-Half of the time goes to a reference that is synced every few steps, half to one that lags behind, each in its own
-process. Time is the CPU time of the process. Other processes disturb even that by evicting its caches, so a fixed
-piece of similar work is timed after every step, and the ratio of the two must stay constant.
+The time is shared by the cases, each in its own process: GRPO with a LoRA reference that is synced every few steps,
+the same with one that lags behind, and PPO with four epochs over each rollout and another model as its reference. Time
+is the CPU time of the process. Other processes disturb even that by evicting its caches, so a fixed piece of similar
+work is timed after every step, and the ratio of the two must stay constant.
 
 ```bash
 python benchmarks/soak.py               # one minute: shows the table, proves little
 python benchmarks/soak.py --minutes 60
+python benchmarks/soak.py --minutes 60 --case ppo
 ```
 """
 
@@ -27,9 +29,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from measuring import MARK, build_tokenizer, llama_config
 
 
-REFERENCES = {
+CASES = {
     "sync": {"kl_ref_sync_steps": 4, "kl_ref_mixup_alpha": 0.6},
     "lag": {"kl_ref_lag": 8},
+    "ppo": {"num_ppo_epochs": 4},
 }
 WINDOWS = 10
 # Before the first window: allocators and caches fill up.
@@ -66,13 +69,16 @@ def reward_small_tokens(completion_ids, **kwargs) -> list[float]:
     return [sum(token < VOCABULARY // 2 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
-def run(reference: str, seconds: float) -> None:
+def run(case: str, seconds: float) -> None:
     """Train for `seconds` and print one line per window for [`soak`] to read."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import LlamaForCausalLM, TrainerCallback
 
-    from trl_klx import KLXGRPOConfig, KLXGRPOTrainer
+    from trl_klx import KLXGRPOConfig, KLXGRPOTrainer, KLXPPOConfig, KLXPPOTrainer
+
+    def build_model():
+        return LlamaForCausalLM(llama_config(hidden=48, layers=2, vocabulary=VOCABULARY))
 
     class Watch(TrainerCallback):
         begun = None
@@ -109,14 +115,19 @@ def run(reference: str, seconds: float) -> None:
                 "cpu": cpu / steps,
                 "relative": cpu / sum(self.fixed),
                 "wall": (now - self.wall) / steps,
-                "adapters": len(model.peft_config),
+                "adapters": len(getattr(model, "peft_config", ())),
                 "files": len(os.listdir("/proc/self/fd")),
                 "kl": state.log_history[-1].get("klx/kl") if state.log_history else None,
             }
             print(MARK + json.dumps(result), flush=True)
 
+    if case == "ppo":
+        config_class, trainer_class, extras = KLXPPOConfig, KLXPPOTrainer, {"ref_model": build_model()}
+    else:
+        peft_config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        config_class, trainer_class, extras = KLXGRPOConfig, KLXGRPOTrainer, {"peft_config": peft_config}
     with tempfile.TemporaryDirectory() as folder:
-        args = KLXGRPOConfig(
+        args = config_class(
             folder,
             use_cpu=True,
             bf16=False,
@@ -137,24 +148,24 @@ def run(reference: str, seconds: float) -> None:
             kl_penalty_coef=0.05,
             kl_controller="pid",
             kl_target=0.5,
-            **REFERENCES[reference],
+            **CASES[case],
         )
-        trainer = KLXGRPOTrainer(
-            model=LlamaForCausalLM(llama_config(hidden=48, layers=2, vocabulary=VOCABULARY)),
+        trainer = trainer_class(
+            model=build_model(),
             reward_funcs=reward_small_tokens,
             args=args,
             processing_class=build_tokenizer(VOCABULARY),
             train_dataset=Dataset.from_dict({"prompt": [f"w{4 + i % 60} w{4 + 3 * i % 60}" for i in range(512)]}),
-            peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
             callbacks=[Watch()],
+            **extras,
         )
         trainer.train()
 
 
-def soak(reference: str, minutes: float) -> list[dict]:
-    """Run one reference, and print its windows as they arrive."""
-    command = [sys.executable, __file__, "--run", reference, "--minutes", str(minutes)]
-    print(f"\nreference {reference!r}, {minutes:g} minutes", flush=True)
+def soak(case: str, minutes: float) -> None:
+    """Run one case, and print its windows as they arrive."""
+    command = [sys.executable, __file__, "--run", case, "--minutes", str(minutes)]
+    print(f"\ncase {case!r}, {minutes:g} minutes", flush=True)
     print(
         f"{'window':>6}{'step':>8}{'RSS MB':>10}{'CPU s/step':>12}{'/ fixed work':>13}{'wall s/step':>13}"
         f"{'adapters':>10}{'open files':>12}"
@@ -171,29 +182,30 @@ def soak(reference: str, minutes: float) -> list[dict]:
                 flush=True,
             )
     if process.wait() or len(windows) != WINDOWS:
-        raise RuntimeError(f"The run with reference {reference!r} ended early, with code {process.returncode}.")
+        raise RuntimeError(f"The case {case!r} ended early, with code {process.returncode}.")
     first, last = windows[0], windows[-1]
+    memory = [window["megabytes"] for window in windows]
     print(
-        f"last / first: memory {last['megabytes'] / first['megabytes']:.4f}, CPU time per step "
+        f"memory grows by {memory[-1] / memory[0] - 1:+.2%}, highest to lowest {max(memory) / min(memory) - 1:.2%}; "
+        f"last / first: CPU time per step "
         f"{last['cpu'] / first['cpu']:.4f}, relative to the fixed work {last['relative'] / first['relative']:.4f}; "
         f"adapters {sorted({window['adapters'] for window in windows})}",
         flush=True,
     )
-    return windows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=1.0, help="total time, shared by the references")
-    parser.add_argument("--reference", choices=list(REFERENCES), help="run only this reference")
-    parser.add_argument("--run", choices=list(REFERENCES), help=argparse.SUPPRESS)
+    parser.add_argument("--minutes", type=float, default=1.0, help="total time, shared by the cases")
+    parser.add_argument("--case", choices=list(CASES), help="run only this case")
+    parser.add_argument("--run", choices=list(CASES), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
         run(options.run, 60 * options.minutes)
         return
-    chosen = [options.reference] if options.reference else list(REFERENCES)
-    for reference in chosen:
-        soak(reference, options.minutes / len(chosen))
+    chosen = [options.case] if options.case else list(CASES)
+    for case in chosen:
+        soak(case, options.minutes / len(chosen))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The commands that report on runs, and what all commands share. None of these commands trains."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,6 +12,7 @@ from trl import GRPOTrainer
 
 import trl_klx
 from support.cli_command import command, start
+from support.saved_runs import rows_of, write_state
 from support.tiny import lora, train
 from trl_klx import KLXGRPOTrainer
 from trl_klx.cli import compare, plot
@@ -22,23 +22,6 @@ from trl_klx.cli.runs import read_run
 
 
 PNG = b"\x89PNG"
-
-
-def write_state(folder: Path, rows: list[dict], step: int | None = None, max_steps: int = 4, **more) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {"log_history": rows, "global_step": step if step is not None else len(rows), "max_steps": max_steps}
-    file = folder / "trainer_state.json"
-    file.write_text(json.dumps(state | more))
-    return file
-
-
-def rows_of(**series) -> list[dict]:
-    """Log rows from one list of values per metric. `__` in a name stands for `/`."""
-    length = len(next(iter(series.values())))
-    return [
-        {"step": index + 1} | {name.replace("__", "/"): values[index] for name, values in series.items()}
-        for index in range(length)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -342,6 +325,7 @@ def install_controllers(folder: Path) -> None:
     """A package with one controller that works and one that does not."""
     (folder / "steps").mkdir(parents=True)
     (folder / "steps" / "__init__.py").write_text(
+        f"open({str(folder / 'imported')!r}, 'w').close()\n"
         "from trl_klx import KLController\n"
         "class Step(KLController):\n"
         "    formula = 'coef * factor'\n"
@@ -360,13 +344,24 @@ def install_controllers(folder: Path) -> None:
 
 def test_controllers_lists_built_in_ones_and_entry_points(tmp_path):
     install_controllers(tmp_path)
-    done = command("controllers", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    blocks = {block.split("\n")[0]: block for block in done.stdout.split("\n\n")}
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    def listed(*names):
+        done = command("controllers", *names, PYTHONPATH=path)
+        assert done.returncode == 0, done.stderr
+        return {block.split("\n")[0]: block for block in done.stdout.split("\n\n")}
+
+    blocks = listed()
     assert {"adaptive", "exponential", "fixed", "pid", "step", "torn"} <= blocks.keys()
     assert "clip=0.2, horizon=10000, min_coef=0.0001, max_coef=10" in blocks["adaptive"]
     assert "coef * exp(rate * (kl - target))" in blocks["exponential"] and "rate=0.1" in blocks["exponential"]
     assert "no target" in blocks["fixed"] and "no settings" in blocks["fixed"] and "built in" in blocks["fixed"]
+    # A package is imported only when its controller is asked for.
+    assert not (tmp_path / "imported").exists()
+    assert "steps:Step (entry point of steps-for-klx, not imported)" in blocks["step"]
+    assert "steps:Missing (entry point of steps-for-klx, not imported)" in blocks["torn"]
+    blocks = listed("step", "torn")
+    assert (tmp_path / "imported").exists() and not {"adaptive", "fixed"} & blocks.keys()
     assert "steps.Step (entry point of steps-for-klx)" in blocks["step"]
     assert "factor=2, mode=up, max_coef=10\n" in blocks["step"] + "\n"
     assert "cannot be used" in blocks["torn"] and "Repair or uninstall" in blocks["torn"]
@@ -398,6 +393,8 @@ def test_simulate_on_real_runs(runs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (["fuzzy"], 2, "unknown controller 'fuzzy'. Choose from adaptive"),
+        (["pid", "--simulate", "ours"], 2, "'pid' has no effect with --simulate: use --controllers."),
         (["--target", "1"], 2, "--target has no effect without --simulate"),
         (["--simulate", "theirs"], 2, "the run has no target. Set --target"),
         (["--simulate", "ours", "--target", "-1"], 2, "`target` must be a finite number > 0 (nats), got -1.0"),

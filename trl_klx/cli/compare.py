@@ -12,13 +12,12 @@ A target counts as held when the mean KL of the last quarter is within 20% of it
 over, and the exit code is then 1.
 """
 
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..controllers.tracking_error import SETTLED_BAND, relative_rms_error
-from .console import number, passed_over, table
+from .console import number, passed_over, say, table
 from .runs import TRL_KL_KEYS, Run, last_quarter, mean, read_readable_runs
 
 
@@ -60,6 +59,8 @@ class Summary:
             return "no KL was logged" + unfinished
         if self.target is None:
             return "no target" + unfinished
+        if self.target <= 0:
+            return f"a target of {number(self.target)} cannot be held" + unfinished
         off = self.kl / self.target - 1.0
         if abs(off) <= SETTLED_BAND:
             return f"held ({off:+.0%})" + unfinished
@@ -77,10 +78,10 @@ def run(args: Namespace) -> int:
     runs, problems = read_readable_runs(args.run_dir)
     for one in runs:
         if one.note:
-            print(one.note, file=sys.stderr)
+            say(one.note, error=True)
     summaries = [summarise(one) for one in runs]
-    print(format_summaries(summaries))
-    print(f"\n{overall(summaries)}", flush=True)
+    say(format_summaries(summaries))
+    say(f"\n{overall(summaries)}")
     passed_over("compare", problems)
     return 1 if problems else 0
 
@@ -96,8 +97,8 @@ def summarise(one: Run) -> Summary:
         late_reward=mean(last_quarter(rewards)) if rewards else None,
         kl=mean(late),
         target=target,
-        rms_error=relative_rms_error(late, target) if late and target else None,
-        peak=max(kls) / target if kls and target else None,
+        rms_error=relative_rms_error(late, target) if late and target and target > 0 else None,
+        peak=max(kls) / target if kls and target and target > 0 else None,
         coef=coefs[-1] if coefs else None,
         saturated=(mean(last_quarter(one.values("klx/saturated"))) or 0.0) > 0.5,
     )

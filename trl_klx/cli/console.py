@@ -21,6 +21,24 @@ class CLIError(Exception):
         self.code = code
 
 
+def printable(text: str) -> str:
+    """
+    Return a text with every character that a terminal could act on written as its escape sequence, such as `\\x1b`.
+    Names of folders and metrics come from files that anybody may have written. Line ends stay.
+    """
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def single_line(text: object) -> str:
+    """Return a name from outside on one line, so that it cannot pass for a line that a command printed."""
+    return printable(str(text)).replace("\n", "\\n")
+
+
+def say(text: object = "", *, error: bool = False, end: str = "\n") -> None:
+    """Print to the terminal. Everything that a command says passes here, and [`printable`]."""
+    print(printable(str(text)), file=sys.stderr if error else sys.stdout, end=end, flush=True)
+
+
 def one_line(error: BaseException) -> str:
     """Format an error as one line, with its type if the message alone says too little."""
     message = " ".join(str(error).split())
@@ -32,13 +50,13 @@ def one_line(error: BaseException) -> str:
 def notice(text: str) -> None:
     """Tell an interactive user what is loading."""
     if sys.stderr.isatty():
-        print(f"{text} ...", file=sys.stderr, flush=True)
+        say(f"{text} ...", error=True)
 
 
 def passed_over(command: str, problems: Iterable[str]) -> None:
     """Say which of several inputs were passed over, and why."""
     for problem in problems:
-        print(f"trl-klx {command}: passed over: {problem}", file=sys.stderr)
+        say(f"trl-klx {command}: passed over: {problem}", error=True)
 
 
 def number(value: float | None, form: str = ".4g") -> str:

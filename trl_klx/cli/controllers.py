@@ -1,6 +1,7 @@
 """
 List the registered KL controllers with their rules, settings and defaults. The list includes those of installed
-packages (entry points in the group `trl_klx.kl_controllers`).
+packages (entry points in the group `trl_klx.kl_controllers`). Such a package is imported only if its controller is
+named.
 
 With --simulate, plot how each controller would have changed the coefficient, given the KL that a run recorded. This is
 an open loop: unlike in training, the recorded KL does not react to the simulated coefficient. The plot shows how fast
@@ -12,14 +13,14 @@ import json
 import warnings
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from ..controllers.base import KLController
 from ..controllers.registry import ENTRY_POINT_GROUP, get_kl_controller, get_kl_controller_class, list_kl_controllers
-from .console import CLIError, number, one_line, table
-from .plot import check_format, check_matplotlib, save
+from .console import CLIError, number, one_line, say, single_line, table
+from .plot import check_format, check_matplotlib, drawable, plain, save
 from .runs import Run, read_run
 
 
@@ -28,6 +29,7 @@ SIMULATION = ("target", "coef", "horizon", "coef_min", "coef_max", "completions"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("name", nargs="*", help="describe only these, and import them if needed (default: all)")
     parser.add_argument("--simulate", metavar="RUN_DIR", help="run whose recorded KL is fed to the controllers")
     group = parser.add_argument_group("with --simulate", argument_default=SUPPRESS)
     group.add_argument("--target", type=float, help="KL to hold, in nats (default: the run's target)")
@@ -40,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=int,
         help="completions per generation batch, over all processes (default: the run's batch size on one device)",
     )
-    group.add_argument("--controllers", nargs="+", metavar="NAME", help="simulate only these (default: all)")
+    group.add_argument("--controllers", nargs="+", metavar="NAME", help="simulate these (default: the built-in ones)")
     group.add_argument("--kwargs", metavar="JSON", help="further settings, if --controllers names one controller")
     group.add_argument(
         "--output", metavar="FILE", help="figure to write (default: controllers.png in the run's folder)"
@@ -52,19 +54,33 @@ def run(args: Namespace) -> int:
         given = [name for name in SIMULATION if hasattr(args, name)]
         if given:
             raise CLIError(f"--{given[0]} has no effect without --simulate RUN_DIR.", code=2)
-        print(describe())
+        say(describe(args.name))
         return 0
+    if args.name:
+        raise CLIError(f"{args.name[0]!r} has no effect with --simulate: use --controllers.", code=2)
     return simulate(args)
 
 
 # ---- List ----
 
 
-def describe() -> str:
-    """Describe every registered controller with its rule and its settings."""
+def describe(asked: Sequence[str] = ()) -> str:
+    """
+    Describe registered controllers with their rules and settings.
+
+    Args:
+        asked (`Sequence[str]`, *optional*):
+            Names. If empty, all of them, and no package is imported to know more.
+    """
     sources = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    _check_names(asked)
+    imported = {*list_kl_controllers(installed=False), *asked}
     blocks = []
-    for name in list_kl_controllers():
+    for name in asked or list_kl_controllers():
+        if name not in imported:
+            source = f"{sources[name].value} ({_provider(sources[name])}, not imported)"
+            blocks.append(f"{name}\n  class     {source}\n  more      trl-klx controllers {name}")
+            continue
         try:
             cls = get_kl_controller_class(name)
         except Exception as error:
@@ -72,8 +88,7 @@ def describe() -> str:
             continue
         # Built-in controllers take precedence over entry points of the same name.
         point = None if cls.__module__.startswith("trl_klx.") else sources.get(name)
-        package = point.dist.name if point is not None and point.dist is not None else None
-        source = f"entry point of {package}" if package else "built in"
+        source = "built in" if point is None else _provider(point)
         settings = ", ".join(
             f"{key}={format(value, 'g') if isinstance(value, float) else value}" for key, value in defaults(cls)
         )
@@ -89,6 +104,17 @@ def describe() -> str:
         "\n\n".join(blocks)
         + "\n\nUse one with `kl_controller: NAME`. Its extra settings go into `kl_controller_kwargs`."
     )
+
+
+def _provider(point: EntryPoint) -> str:
+    return f"entry point of {point.dist.name}" if point.dist is not None else "entry point"
+
+
+def _check_names(names: Sequence[str]) -> None:
+    known = list_kl_controllers()
+    for name in names:
+        if name not in known:
+            raise CLIError(f"unknown controller {name!r}. Choose from {', '.join(known)}.", code=2)
 
 
 def defaults(cls: type[KLController]) -> list[tuple[str, object]]:
@@ -135,16 +161,16 @@ def simulate(args: Namespace) -> int:
         "max_coef": getattr(args, "coef_max", 10.0),
     }
     curves = {name: play(name, kls, completions, settings | kwargs) for name, kwargs in _chosen(args).items()}
-    print(f"recorded: {key} of {recorded.name}, {len(kls)} rows, one update each, target {number(target)} nats")
-    print(f"completions per update: {completions}" + (f" ({assumed})" if assumed else ""))
-    print("open loop: the recorded KL does not react to the simulated coefficients\n")
+    say(f"recorded: {key} of {recorded.name}, {len(kls)} rows, one update each, target {number(target)} nats")
+    say(f"completions per update: {completions}" + (f" ({assumed})" if assumed else ""))
+    say("open loop: the recorded KL does not react to the simulated coefficients\n")
     rows = [
         [name, number(curve[0]), number(min(curve)), number(max(curve)), number(curve[-1])]
         for name, curve in curves.items()
     ]
-    print(table(["controller", "first", "lowest", "highest", "last"], rows))
+    say(table(["controller", "first", "lowest", "highest", "last"], rows))
     draw(output, recorded, key, steps, kls, target, curves)
-    print(f"\n{output}")
+    say(f"\n{single_line(output)}")
     return 0
 
 
@@ -163,11 +189,8 @@ def _completions(args: Namespace, recorded: Run) -> tuple[int, str | None]:
 
 def _chosen(args: Namespace) -> dict[str, dict[str, Any]]:
     """Return the controllers to simulate, each with its extra settings."""
-    known = list_kl_controllers()
-    names = list(dict.fromkeys(getattr(args, "controllers", known)))
-    for name in names:
-        if name not in known:
-            raise CLIError(f"unknown controller {name!r}. Choose from {', '.join(known)}.", code=2)
+    names = list(dict.fromkeys(getattr(args, "controllers", list_kl_controllers(installed=False))))
+    _check_names(names)
     if not hasattr(args, "kwargs"):
         return {name: {} for name in names}
     if not hasattr(args, "controllers") or len(names) != 1:
@@ -211,16 +234,16 @@ def draw(
 
     figure = Figure(figsize=(8.0, 6.5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True)
-    top.plot(steps, kls, color="0.2", linewidth=1.2)
+    top.plot(*drawable(steps, kls), color="0.2", linewidth=1.2)
     top.axhline(target, color="tab:red", linestyle="--", linewidth=1.0, label=f"target {number(target)}")
     top.axhspan(0.8 * target, 1.2 * target, color="tab:red", alpha=0.1, linewidth=0)
-    top.set_title(f"{key} of {recorded.name}, as recorded (it does not react)")
+    top.set_title(plain(f"{key} of {recorded.name}, as recorded (it does not react)"))
     top.legend(fontsize="small")
     for name, curve in curves.items():
-        bottom.plot(steps, curve, linewidth=1.2, label=name)
+        bottom.plot(steps, curve, linewidth=1.2, label=plain(name))
     own = recorded.series("klx/coef")
     if own[0]:
-        bottom.plot(*own, color="0.2", linestyle=":", linewidth=1.2, label="as recorded")
+        bottom.plot(*drawable(*own), color="0.2", linestyle=":", linewidth=1.2, label="as recorded")
     bottom.set_yscale("log" if all(value > 0 for curve in curves.values() for value in curve) else "linear")
     bottom.set_title("coefficient that each controller would have applied")
     bottom.set_xlabel("step")

@@ -6,9 +6,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from .. import __version__
-from .console import CLIError, notice, one_line
+from .console import CLIError, notice, one_line, printable, say
 
 
 TRAINING = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO"}
@@ -21,8 +22,15 @@ REPORTS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors cannot steer the terminal: the shell may have put names of files into the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="trl-klx",
         description="Train with KL control, and see what it did.",
         epilog="`trl-klx COMMAND --help` explains a command. Exit codes: 0 done, 1 failed, 2 wrong usage.",
@@ -65,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except CLIError as error:
-        print(f"trl-klx {command}: error: {one_line(error)}", file=sys.stderr)
+        say(f"trl-klx {command}: error: {one_line(error)}", error=True)
         return error.code
     except KeyboardInterrupt:
-        print(f"trl-klx {command}: interrupted", file=sys.stderr)
+        say(f"trl-klx {command}: interrupted", error=True)
         return 130
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe.
@@ -78,14 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(command: str, argv: list[str]) -> int:
     module = import_module(f".{command}", __package__)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"trl-klx {command}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
     args = parser.parse_args(argv)
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: print(
-            f"trl-klx {command}: warning: {' '.join(str(message).split())}", file=sys.stderr
+        warnings.showwarning = lambda message, *_: say(
+            f"trl-klx {command}: warning: {' '.join(str(message).split())}", error=True
         )
         code: int = module.run(args)
         return code

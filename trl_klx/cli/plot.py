@@ -9,15 +9,15 @@ Any other run writes it only with its checkpoints, so `--follow` redraws at each
 
 import math
 import os
-import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoints.atomic_write import atomic_write
-from .console import CLIError, passed_over, progress
+from ..controllers.setting_rules import is_finite_number
+from .console import CLIError, passed_over, printable, progress, say, single_line
 from .runs import OWN_KL_KEY, TRL_KL_KEYS, Run, read_readable_runs, read_runs, state_files
 
 
@@ -47,6 +47,10 @@ STYLES = ("-", "-.", ":")
 # These are not curves: a row's position, and totals over the run.
 SKIPPED = {"step", "epoch", "total_flos"}
 TOTALS = "train_"
+# More panels than this make a figure that takes minutes to draw and that nobody can read.
+MAX_PANELS = 64
+# Matplotlib computes with the span of the values, which must not overflow.
+MAX_DRAWN = 1e100
 # The target is drawn in the KL's panel.
 DRAWN_ELSEWHERE = {"klx/target"}
 
@@ -85,12 +89,13 @@ def run(args: Namespace) -> int:
     runs, problems = read_readable_runs(args.run_dir)
     for one in runs:
         if one.note:
-            print(one.note, file=sys.stderr)
+            say(one.note, error=True)
     drawn = draw(runs, output, args.metrics, args.all)
-    print(output, flush=True)
-    further = len(metric_names(runs)) - len(drawn)
-    if further and not args.metrics:
-        print(f"{further} more metrics were logged; --all draws them too", file=sys.stderr)
+    say(single_line(output))
+    logged = len(metric_names(runs))
+    if logged > len(drawn) and not args.metrics:
+        how = "--all draws them too" if logged <= MAX_PANELS else "name them with --metrics"
+        say(f"{logged - len(drawn)} more metrics were logged; {how}", error=True)
     passed_over("plot", problems)
     return 1 if problems else 0
 
@@ -114,11 +119,11 @@ def follow(
                 # The file does not exist yet, or is being replaced.
                 if str(error) != waiting:
                     waiting = str(error)
-                    print(f"waiting: {waiting}", file=sys.stderr)
+                    say(f"waiting: {waiting}", error=True)
             if any(one.rows for one in runs):
                 draw(runs, output, metrics, every)
                 steps = ", ".join(f"{one.name} step {one.step} of {one.max_steps}" for one in runs)
-                print(f"{output}: {steps}", flush=True)
+                say(f"{single_line(output)}: {steps}")
                 if all(one.done for one in runs):
                     return 0
             time.sleep(interval)
@@ -128,14 +133,20 @@ def follow(
 
 def metric_names(runs: Sequence[Run]) -> list[str]:
     """Return the names of the metrics that the runs have logged, the main ones first."""
-    names = {name for one in runs for row in one.rows for name in row if name not in SKIPPED | DRAWN_ELSEWHERE}
-    names = {name for name in names if not name.startswith(TOTALS) and any(one.values(name) for one in runs)}
+    skipped = SKIPPED | DRAWN_ELSEWHERE
+    names = {
+        name
+        for one in runs
+        for row in one.rows
+        if is_finite_number(row.get("step"))
+        for name, value in row.items()
+        if name not in skipped and not name.startswith(TOTALS) and is_finite_number(value)
+    }
     return [name for name in FIRST if name in names] + sorted(names - set(FIRST))
 
 
-def main_names(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the main metrics that the runs have logged."""
-    known = metric_names(runs)
+def main_names(runs: Sequence[Run], known: Collection[str]) -> list[str]:
+    """Return the names of the main metrics among those that the runs have logged."""
     kls = [name for name in known if any(one.kl_key == name for one in runs)]
     return kls + [name for names in MAIN for name in [next((n for n in names if n in known), None)] if name]
 
@@ -166,7 +177,13 @@ def draw(
     if unknown:
         raise CLIError(f"{unknown[0]!r} was not logged. Logged metrics: {', '.join(known) or 'none'}.", code=2)
     # A run of another kind of trainer may have logged none of the main ones.
-    names = list(metrics or (known if every else main_names(runs)) or known)
+    names = list(metrics or (known if every else main_names(runs, known) or known[:MAX_PANELS]))
+    if len(names) > MAX_PANELS:
+        raise CLIError(
+            f"{len(names)} metrics are too many for one figure, which has at most {MAX_PANELS} panels. Name those to "
+            "draw with --metrics.",
+            code=2,
+        )
     if not names:
         raise CLIError(f"{str(runs[0].file)!r} holds no curves: nothing has been logged yet.")
     columns = len(names) if len(names) <= 4 else 3 if len(names) <= 6 else 4
@@ -180,13 +197,16 @@ def draw(
     for axis in axes[len(names) :]:
         axis.remove()
     save(figure, output)
+    left_out = sum(abs(value) > MAX_DRAWN for one in runs for name in names for value in one.values(name))
+    if left_out:
+        say(f"{left_out} values beyond {MAX_DRAWN:g} are not drawn", error=True)
     return names
 
 
 def _draw_panel(axis: "Axes", name: str, runs: Sequence[Run]) -> bool:
     """Draw one metric. Returns whether a target is drawn with it."""
     for index, one in enumerate(runs):
-        steps, values = one.series(name)
+        steps, values = drawable(*one.series(name))
         axis.plot(
             steps,
             values,
@@ -194,24 +214,39 @@ def _draw_panel(axis: "Axes", name: str, runs: Sequence[Run]) -> bool:
             linestyle=STYLES[index % len(STYLES)],
             linewidth=1.2,
             marker="." if len(values) < 30 else None,
-            label=one.name if values else None,
+            label=plain(one.name) if values else None,
         )
     # Each target gets a band. If all runs have the same target, they share one grey band.
-    targets = {index: one.target for index, one in enumerate(runs) if one.target is not None and one.kl_key == name}
+    targets = {
+        index: one.target
+        for index, one in enumerate(runs)
+        if one.target is not None and abs(one.target) <= MAX_DRAWN and one.kl_key == name
+    }
     shared = len(set(targets.values())) == 1
     for index, target in list(targets.items())[: 1 if shared else None]:
         color = "0.3" if shared else f"C{index}"
-        whose = "" if shared else f" of {runs[index].name}"
+        whose = "" if shared else f" of {plain(runs[index].name)}"
         axis.axhline(target, color=color, linestyle="--", linewidth=1.0, label=f"target{whose}: {target:g} (±20%)")
         axis.axhspan(0.8 * target, 1.2 * target, color=color, alpha=0.12, linewidth=0)
     if name == "klx/coef" and all(value > 0 for one in runs for value in one.values(name)):
         axis.set_yscale("log")
-    axis.set_title(TITLES.get(name, name), fontsize="medium")
+    axis.set_title(plain(TITLES.get(name, name)), fontsize="medium")
     axis.set_xlabel("step")
     axis.set_ylabel(UNITS.get(name, ""))
     axis.locator_params(axis="x", integer=True)
     axis.grid(alpha=0.3)
     return bool(targets)
+
+
+def drawable(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Leave out the points whose numbers are too large for matplotlib."""
+    points = [point for point in zip(steps, values, strict=True) if max(map(abs, point)) <= MAX_DRAWN]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def plain(text: str) -> str:
+    """Return a text for a figure, in which a dollar sign does not begin a formula."""
+    return printable(text).replace("$", r"\$")
 
 
 def check_matplotlib(command: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .console import CLIError, notice, one_line, progress
+from .console import CLIError, notice, one_line, progress, say, single_line
 
 
 if TYPE_CHECKING:
@@ -70,23 +70,29 @@ def run(args: Namespace) -> int:
     folders = find_folders(root)
     if not folders:
         raise CLIError(f"{args.output_dir!r} holds neither a `checkpoint-N` nor an adapter nor a model.")
-    total = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+    total = sum(_size(file) for folder in folders for file in folder.glob("*.safetensors"))
     with progress(total=total, desc="Hashing", unit="B", unit_scale=True) as bar:
-        candidates = [examine(folder, root, bar.update) for folder in folders]
-    print("step 0: the policy that a run starts from\n  use   kl_penalty_reference_step: 0\n")
+        examined = [examine(folder, root, bar.update) for folder in folders]
+    # A run that trains deletes its old checkpoints, also while they are read.
+    candidates = [candidate for candidate in examined if candidate.problem is None or candidate.folder.is_dir()]
+    say("step 0: the policy that a run starts from\n  use   kl_penalty_reference_step: 0\n")
     for candidate in candidates:
-        print(_format(candidate, root), end="\n\n")
-    for line in trained_against(folders):
-        print(line)
+        say(_format(candidate, root), end="\n\n")
+    for line in trained_against([candidate.folder for candidate in candidates]):
+        say(line)
+    for gone in sorted({folder.name for folder in folders} - {candidate.folder.name for candidate in candidates}):
+        say(f"{single_line(gone)}: deleted while it was read", error=True)
     return 0
 
 
 def _format(candidate: Candidate, root: Path) -> str:
     relative = candidate.folder.relative_to(root)
-    name = "the folder itself" if relative == Path() else str(relative)
+    name = "the folder itself" if relative == Path() else single_line(relative)
     if candidate.problem is not None:
         return f"{name}: cannot serve\n  why   {candidate.problem}"
-    uses = [f"  {'use' if index == 0 else 'or'}".ljust(8) + line for index, line in enumerate(candidate.lines)]
+    uses = [
+        f"  {'use' if index == 0 else 'or'}".ljust(8) + single_line(line) for index, line in enumerate(candidate.lines)
+    ]
     return "\n".join([f"{name}: {candidate.kind}", f"  hash  {candidate.hash}", *uses])
 
 
@@ -111,7 +117,21 @@ def find_folders(root: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    return sorted(entry for entry in _entries(folder) if entry.is_dir())
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:  # it was deleted since it was found
+        return []
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _holds_adapter(folder: Path) -> bool:
@@ -125,7 +145,7 @@ def _holds_model(folder: Path) -> bool:
 
 
 def _shards(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if FULL_WEIGHTS.fullmatch(file.name))
+    return sorted(file for file in _entries(folder) if FULL_WEIGHTS.fullmatch(file.name))
 
 
 def examine(folder: Path, root: Path, read: Callable[[int], object] = lambda size: None) -> Candidate:
@@ -238,7 +258,7 @@ def trained_against(folders: list[Path]) -> list[str]:
         if state is not None:
             identity = ", ".join(f"{key} {value}" for key, value in state["reference"].items())
             found.setdefault(f"trained against: {identity}", []).append(folder.name)
-    return [f"{_listed(names)}: {text}" for text, names in found.items()]
+    return [single_line(f"{_listed(names)}: {text}") for text, names in found.items()]
 
 
 def _listed(names: list[str]) -> str:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..controllers.setting_rules import is_finite_number
-from .console import CLIError, progress
+from .console import CLIError, progress, single_line
 
 
 STATE_FILE = "trainer_state.json"
+# A run that trains may delete every checkpoint that was found before it is read, and has newer ones by then.
+ATTEMPTS = 5
 # KL control's statistic, and the names under which TRL's trainers log their KL.
 OWN_KL_KEY, TRL_KL_KEYS = "klx/kl", ("kl", "objective/kl")
 
@@ -27,6 +29,8 @@ class Run:
             Name to show.
         file (`Path`):
             The `trainer_state.json` that it was read from.
+        date (`float`):
+            When that file was written.
         step (`int`):
             Last optimizer step in the file.
         max_steps (`int`):
@@ -34,13 +38,14 @@ class Run:
         batch_size (`int` or `None`):
             Completions per device and micro-batch.
         rows (`list[dict]`):
-            The logged rows.
+            The logged rows, without values that are lists or tables.
         note (`str` or `None`):
             Remark for whoever reads the result.
     """
 
     name: str
     file: Path
+    date: float
     step: int
     max_steps: int
     batch_size: int | None
@@ -55,8 +60,8 @@ class Run:
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Return the steps and values of one metric. Rows without a finite number for it are left out."""
-        points = [(row["step"], row[key]) for row in self.rows if "step" in row and is_finite_number(row.get(key))]
-        return [step for step, _ in points], [float(value) for _, value in points]
+        rows = [row for row in self.rows if is_finite_number(row.get("step")) and is_finite_number(row.get(key))]
+        return [row["step"] for row in rows], [float(row[key]) for row in rows]
 
     def values(self, key: str) -> list[float]:
         return self.series(key)[1]
@@ -79,7 +84,8 @@ def last_quarter(values: Sequence[float]) -> list[float]:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    # Divided first, because the sum of large values would overflow.
+    return sum(value / len(values) for value in values) if values else None
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
@@ -125,17 +131,20 @@ def read_run(path: str, name: str | None = None) -> Run:
         name (`str`, *optional*):
             Name to show. If unset, the folder's name.
     """
-    name = name or Path(path).resolve().name
-    files = state_files(path)
-    runs, problems = [], []
-    for file in files:
-        try:
-            runs.append(_read_state(file, name))
-        except (OSError, ValueError) as error:
-            problems.append(f"{str(file)!r} cannot be read ({error})")
-    if not runs:
-        raise CLIError(problems[0] + ". If it is being written, try again.")
-    return _newest(runs, name)
+    name = single_line(name or Path(path).resolve().name)
+    for _ in range(ATTEMPTS):
+        runs, problems, vanished = [], [], False
+        for file in state_files(path):
+            try:
+                runs.append(_read_state(file, name))
+            except (OSError, ValueError) as error:
+                vanished |= isinstance(error, FileNotFoundError)
+                problems.append(f"{str(file)!r} cannot be read ({error})")
+        if runs:
+            return _newest(runs, name)
+        if not vanished:
+            break
+    raise CLIError(problems[0] + ". If it is being written, try again.")
 
 
 def state_files(path: str) -> list[Path]:
@@ -145,7 +154,10 @@ def state_files(path: str) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise CLIError(f"{path!r} does not exist. Pass the `output_dir` of a run.")
-    checkpoints = [entry for entry in root.iterdir() if re.fullmatch(r"checkpoint-\d+", entry.name)]
+    try:
+        checkpoints = [entry for entry in root.iterdir() if re.fullmatch(r"checkpoint-\d+", entry.name)]
+    except OSError as error:
+        raise CLIError(f"{path!r} cannot be read ({error.strerror or error}).") from error
     files = [folder / STATE_FILE for folder in [root, *checkpoints] if (folder / STATE_FILE).is_file()]
     if not files:
         raise CLIError(
@@ -156,19 +168,33 @@ def state_files(path: str) -> list[Path]:
 
 
 def _read_state(file: Path, name: str) -> Run:
-    # NaN is read as text, because it does not equal itself and two states of the same run must compare equal.
-    state = json.loads(file.read_text(encoding="utf-8"), parse_constant=str)
+    with open(file, encoding="utf-8") as stream:
+        # The file may vanish once it was read: a run that trains deletes its old checkpoints.
+        date = os.fstat(stream.fileno()).st_mtime
+        try:
+            # NaN is read as text, because it does not equal itself and two states of the same run must compare equal.
+            state = json.load(stream, parse_constant=str)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
     rows = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("it has no `log_history`")
     return Run(
         name=name,
         file=file,
-        step=int(state.get("global_step") or 0),
-        max_steps=int(state.get("max_steps") or 0),
+        date=date,
+        step=_whole(state, "global_step"),
+        max_steps=_whole(state, "max_steps"),
         batch_size=state.get("train_batch_size"),
-        rows=rows,
+        rows=[{key: value for key, value in row.items() if not isinstance(value, list | dict)} for row in rows],
     )
+
+
+def _whole(state: dict[str, Any], key: str) -> int:
+    value = state.get(key) or 0
+    if not is_finite_number(value):
+        raise ValueError(f"its `{key}` is not a number")
+    return int(value)
 
 
 def _newest(runs: list[Run], name: str) -> Run:
@@ -178,13 +204,12 @@ def _newest(runs: list[Run], name: str) -> Run:
     """
     tips: list[tuple[Run, float]] = []
     for run in sorted(runs, key=lambda run: (len(run.rows), run.step), reverse=True):
-        date = os.path.getmtime(run.file)
         for index, (tip, newest) in enumerate(tips):
             if tip.rows[: len(run.rows)] == run.rows:
-                tips[index] = (tip, max(newest, date))
+                tips[index] = (tip, max(newest, run.date))
                 break
         else:
-            tips.append((run, date))
+            tips.append((run, run.date))
     tip, _ = max(tips, key=lambda pair: pair[1])
     if len(tips) == 1:
         return tip

@@ -8,7 +8,7 @@ from typing import Any
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from .algorithms import ALGORITHMS, Algorithm, make_parser
-from .console import one_line
+from .console import one_line, say
 from .dataset_files import use_local_file
 from .live import LiveStateCallback
 
@@ -34,7 +34,7 @@ def main(name: str, argv: list[str]) -> int:
         # Before the first step, the cause is the user's input: models, data, reward, settings or checkpoint.
         if live.started or os.environ.get("TRL_KLX_TRACEBACK") == "1":
             raise
-        print(f"trl-klx {name}: error: {one_line(error)} (TRL_KLX_TRACEBACK=1 shows where)", file=sys.stderr)
+        say(f"trl-klx {name}: error: {one_line(error)} (TRL_KLX_TRACEBACK=1 shows where)", error=True)
         return 2 if parsed is None else 1
     return 0
 

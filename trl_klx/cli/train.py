@@ -3,7 +3,6 @@
 import difflib
 import os
 import subprocess
-import sys
 from argparse import ArgumentParser
 from typing import Any
 
@@ -13,7 +12,7 @@ from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.cli.commands.training import _subtract_subsequence
 
 from .algorithms import GroupedParser, make_parser
-from .console import CLIError, one_line
+from .console import CLIError, one_line, say
 
 
 SCRIPT = "trl_klx.cli.script"
@@ -63,7 +62,7 @@ def run(name: str, argv: list[str]) -> int:
 
 
 def _failed(name: str, code: int | None) -> int:
-    print(f"trl-klx {name}: the training failed" + (f" (exit code {code})" if code else ""), file=sys.stderr)
+    say(f"trl-klx {name}: the training failed" + (f" (exit code {code})" if code else ""), error=True)
     return 1
 
 

@@ -1,5 +1,6 @@
 """How TRL's forward passes are made: with which LM head, with or without dropout, with the hidden states kept."""
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,16 +38,34 @@ CAN_SKIP_LM_HEAD = _can_skip_lm_head()
 def captured_hidden(model: nn.Module, logits_to_keep: int) -> Iterator[list[torch.Tensor]]:
     """Collect the last hidden states at the positions that predict the last `logits_to_keep` tokens."""
     captured: list[torch.Tensor] = []
-
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
-        captured.append(hidden[:, -logits_to_keep - 1 : -1])
-
-    handle = causal_lm(model).base_model.register_forward_hook(keep)
+    backbone: Any = causal_lm(model).base_model
+    plain_class: type[nn.Module] = type(backbone)
+    backbone._klx_hidden = []
+    backbone.__class__ = _keeping_hidden(plain_class)  # type: ignore[arg-type]  # classes can be hashed
     try:
         yield captured
+        captured.extend(hidden[:, -logits_to_keep - 1 : -1] for hidden in backbone._klx_hidden)
     finally:
-        handle.remove()
+        backbone.__class__ = plain_class
+        del backbone._klx_hidden
+
+
+@functools.cache
+def _keeping_hidden(plain_class: type[nn.Module]) -> type[nn.Module]:
+    """
+    The class of a backbone that keeps its last hidden states. A forward hook would do, but not with `torch.compile`: a
+    graph that was compiled without the hook, for another run or another pass, is taken although there is one now.
+    Compiled graphs belong to classes, and this one is the same for every pass, so that each is compiled once.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = plain_class.forward(self, *args, **kwargs)
+        self._klx_hidden.append(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])
+        return output
+
+    # Under the same name, because transformers looks up by it what a model can record.
+    names = {name: getattr(plain_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(plain_class.__name__, (plain_class,), {**names, "forward": forward})
 
 
 # ---- Dropout ----

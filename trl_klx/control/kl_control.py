@@ -166,7 +166,11 @@ class KLControl(Steering):
             sums.add("drive", drives.sum(), drives.square().sum(), (charged * k1).sum(), advantages.abs().sum())
 
     def finish(
-        self, rollout: Rollout, reduce: Callable[[torch.Tensor], torch.Tensor], train: bool
+        self,
+        rollout: Rollout,
+        reduce: Callable[[torch.Tensor], torch.Tensor],
+        train: bool,
+        skipped_steps: Callable[[Mapping[str, list[float]]], int] | None = None,
     ) -> dict[str, float]:
         """
         Close a generation batch: take its sums over all processes and, in training, update coefficient and drift. This
@@ -179,11 +183,15 @@ class KLControl(Steering):
                 Sums a tensor over all processes.
             train (`bool`):
                 Whether the batch is one of training.
+            skipped_steps (`Callable`, *optional*):
+                Reads from the sums how many of the optimizer steps that were counted were not taken.
 
         Returns:
             `dict[str, float]`: The metrics, without their prefix; empty if every completion is masked.
         """
         sums = rollout.totals = rollout.sums.pop(reduce)
+        if skipped_steps is not None:
+            self.clock.forget(skipped_steps(sums))
         kl_sum, tokens, sequences = sums["kl"]
         if tokens == 0:
             self._warn_masked()

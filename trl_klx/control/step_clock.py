@@ -22,6 +22,16 @@ class StepClock:
         self._rates += learning_rate
         self.lr_factor = lr_factor
 
+    def forget(self, steps: int) -> None:
+        """
+        Uncount steps that turned out not to have been taken. Which of the counted ones they were is not known, so that
+        the others keep the mean learning rate of all.
+        """
+        steps = min(steps, self._steps)
+        if steps:
+            self._rates *= (self._steps - steps) / self._steps
+            self._steps -= steps
+
     def pop(self) -> tuple[float, float | None]:
         """The steps since this was last called, and their mean learning rate, `None` if there were none."""
         steps, rates = self._steps, self._rates

@@ -75,9 +75,15 @@ def _find_entry_points() -> dict[str, EntryPoint]:
     return {entry_point.name: entry_point for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
-def list_kl_controllers() -> list[str]:
-    """Names that [`get_kl_controller`] knows, including those of installed packages that are not imported yet."""
-    return sorted({*_REGISTRY, *_find_entry_points()})
+def list_kl_controllers(installed: bool = True) -> list[str]:
+    """
+    Names that [`get_kl_controller`] knows.
+
+    Args:
+        installed (`bool`, *optional*, defaults to `True`):
+            Whether to include those of installed packages that are not imported yet. Listing does not import them.
+    """
+    return sorted({*_REGISTRY, *(_find_entry_points() if installed else ())})
 
 
 def get_kl_controller_class(name: str) -> type[KLController]:

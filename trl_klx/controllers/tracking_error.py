@@ -20,7 +20,8 @@ def relative_rms_error(kls: Sequence[float], target: float) -> float:
     """
     if not kls:
         raise ValueError("`kls` is empty, so there is no error to compute.")
-    return math.sqrt(math.fsum((kl / target - 1.0) ** 2 for kl in kls) / len(kls))
+    # `hypot` scales, where the square of a large error would overflow.
+    return math.hypot(*(kl / target - 1.0 for kl in kls)) / math.sqrt(len(kls))
 
 
 def steps_to_settle(

@@ -13,7 +13,8 @@ from torch import nn
 
 
 def causal_lm(model: Any) -> Any:
-    """The model without PEFT's wrapper, whose layers are inside it."""
+    """The model without the wrappers of PEFT, whose layers are inside it, and of `torch.compile`."""
+    model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if is_peft_model(model) else model
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from dataclasses import fields
+from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any
 
 from ..control.placements import list_placements
@@ -52,7 +52,7 @@ class KLConfigChecks(KLFields, _Host):
                 self.kl_controller_kwargs = json.loads(self.kl_controller_kwargs)
             except ValueError:
                 pass  # a string is refused below
-        defaults = {f.name: f.default for f in fields(self)}
+        defaults = self._own_defaults()
         for name, rule in KL_RULES.items():
             value = getattr(self, name)
             if value is not None or defaults[name] is not None:
@@ -205,20 +205,28 @@ class KLConfigChecks(KLFields, _Host):
             )
         return int(super().get_warmup_steps(num_training_steps))
 
+    def _is_default(self, name: str) -> bool:
+        """Whether a field has the default of its class, or the one by which a subclass's is switched off."""
+        field = type(self).__dataclass_fields__[name]
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        return getattr(self, name) in (default, self._own_defaults()[name])
+
     def _refuse_inert_fields(self) -> None:
         """Refuse every field that was set but that nothing would read."""
         if self.kl_penalty_enabled:
             return
-        ours = {*KL_RULES, "kl_placement", "kl_controller"}
-        defaults = {f.name: f.default for f in fields(self) if f.name in ours}
-        defaults |= self._placement_defaults() | {"kl_statistic": "k3"}  # these were filled in, not set
+        filled_in = self._placement_defaults() | {"kl_statistic": "k3"}  # these were not set
         readable = {"kl_monitor", "kl_penalty_coef", "kl_update_target"}
         if self.kl_monitor:
             readable |= MONITOR_FIELDS
             # The estimator is read where it decides the statistic.
             if self.kl_estimator == self.kl_statistic == "full":
                 readable.add("kl_estimator")
-        inert = [name for name, default in defaults.items() if name not in readable and getattr(self, name) != default]
+        inert = [
+            name
+            for name in (*KL_RULES, "kl_placement", "kl_controller")
+            if name not in readable and not self._is_default(name) and getattr(self, name) != filled_in.get(name)
+        ]
         if not inert:
             return
         given = ", ".join(f"`{name}={getattr(self, name)!r}`" for name in inert)
@@ -250,19 +258,18 @@ class KLConfigChecks(KLFields, _Host):
         settings = {setting: getattr(self, field) for setting, field in FIELDS_OF_SETTINGS.items()}
         settings["init_coef"] = self.kl_init_coef
         check_settings(controller_class, f"`kl_controller={name!r}`", settings, FIELDS_OF_SETTINGS)
-        defaults = {f.name: f.default for f in fields(type(self))}
         for setting, field_name in FIELDS_OF_SETTINGS.items():
-            value = getattr(self, field_name)
             if setting in ("init_coef", "target"):
                 continue  # every controller reads the first, and the diagnostics read the second
-            if value != defaults[field_name] and setting not in controller_class.uses:
+            if not self._is_default(field_name) and setting not in controller_class.uses:
+                given = f"`{field_name}={getattr(self, field_name)!r}`"
                 raise ValueError(
-                    f"`{field_name}={value!r}` has no effect with `kl_controller={name!r}`. Unset it, or choose a "
-                    "controller that uses it."
+                    f"{given} has no effect with `kl_controller={name!r}`. Unset it, or choose a controller that uses "
+                    "it."
                 )
         if self.kl_lr_guard:
             self._validate_lr_guard(controller_class)
-        if self.kl_target is None and self.kl_warn_window not in (0, defaults["kl_warn_window"]):
+        if self.kl_target is None and self.kl_warn_window != 0 and not self._is_default("kl_warn_window"):
             raise ValueError(
                 f"`kl_warn_window={self.kl_warn_window!r}` has no effect without `kl_target`: there is nothing to "
                 "drift from. Set `kl_target`, or unset `kl_warn_window`."

@@ -83,10 +83,22 @@ class FiniteSteps:
             self.sums, self._steps = Sums(), {}
             self._fruitless.clear()
 
-    def read(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Judge the steps since the last reading. This waits for the device if there are any."""
-        if self._steps:
-            self.judge(self.sums.pop(reduce))
+    def read(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        """
+        Judge the steps since the last reading, and return how many were not taken. This waits for the device if there
+        are any.
+        """
+        if not self._steps:
+            return 0
+        totals = self.sums.pop(reduce)
+        skipped = self.skipped(totals)
+        self.judge(totals)
+        return skipped
+
+    def skipped(self, totals: Mapping[str, list[float]]) -> int:
+        """How many of the steps since the last reading were not taken, see [`~FiniteSteps.judge`]."""
+        wrong, count = totals.get("not_taken", [0.0, 1.0])
+        return round(len(self._steps) * wrong / count)
 
     def judge(self, totals: Mapping[str, list[float]]) -> None:
         """
@@ -243,6 +255,9 @@ class FiniteStepsMixin(ForwardPassMixin):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self._klx_active:
             self._klx_check_weights()
+            skipped = self._klx_finite.read(self._klx_reduce)
+            if self.kl_control is not None:
+                self.kl_control.clock.forget(skipped)  # a resumed run could not know
         super()._save_checkpoint(model, trial)
 
     def _klx_check_weights(self) -> None:

@@ -1,7 +1,7 @@
 """The config fields of KL control, and what follows from their values."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from ..control.placements import Placement, get_placement
@@ -230,9 +230,11 @@ class KLFields:
     @property
     def kl_controller_name(self) -> str:
         """Name of the controller, with the default resolved."""
+        if not self.kl_penalty_enabled:
+            return "fixed"  # nothing is steered
         if self.kl_controller is not None:
             return self.kl_controller
-        return self._rule_for_target if self.kl_target is not None and self.kl_penalty_enabled else "fixed"
+        return "fixed" if self.kl_target is None else self._rule_for_target
 
     @property
     def _rule_for_target(self) -> str:
@@ -253,7 +255,7 @@ class KLFields:
         return self._new_kl_controller()
 
     def _new_kl_controller(self) -> KLController:
-        kwargs = self.kl_controller_kwargs or {}
+        kwargs = (self.kl_controller_kwargs if self.kl_penalty_enabled else None) or {}
         assert not isinstance(kwargs, str)  # JSON is parsed when the config is built
         return get_kl_controller(
             self.kl_controller_name,
@@ -264,6 +266,11 @@ class KLFields:
             max_coef=self.kl_coef_max,
             **kwargs,
         )
+
+    def _own_defaults(self) -> dict[str, Any]:
+        """The defaults of this package's config, by which a field that a subclass sets is switched off again."""
+        ours = next(base for base in type(self).__mro__ if base.__module__.startswith("trl_klx."))
+        return {known.name: known.default for known in fields(ours)}
 
     def _placement_defaults(self) -> dict[str, str]:
         placement = self.placement_class

@@ -239,9 +239,11 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLX
 
     def _klx_finish(self, rollout: Rollout) -> None:
         mode = self._klx_mode
+        skipped = None
         if mode == "train":
             rollout.sums.merge(self._klx_finite.sums)  # read together, so that there is one wait for the device
-        metrics = self._klx_control.finish(rollout, self._klx_reduce, train=mode == "train")
+            skipped = self._klx_finite.skipped
+        metrics = self._klx_control.finish(rollout, self._klx_reduce, mode == "train", skipped)
         warn_of_infinite_rewards(rollout.totals)
         if mode == "train":
             self._klx_finite.judge(rollout.totals)

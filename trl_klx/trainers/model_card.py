@@ -1,6 +1,7 @@
 """Adds a section on KL control to a model card."""
 
 import os
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -45,8 +46,8 @@ def describe_kl(args: Any, reference: dict[str, Any], log_history: list[dict[str
     Returns:
         `str`: Markdown.
     """
-    rows = [(f"`{name}`", f"`{value}`") for name, value in _chosen_settings(args).items()]
-    rows.append(("reference", ", ".join(f"{key} `{_shown(value)}`" for key, value in reference.items())))
+    rows = [(f"`{name}`", _code(value)) for name, value in _chosen_settings(args).items()]
+    rows.append(("reference", ", ".join(f"{key} {_code(_shown(value))}" for key, value in reference.items())))
     last = next((entry for entry in reversed(log_history) if entry.get("klx/kl") is not None), None)
     if last is not None:
         rows.append((f"KL at step {last['step']}", f"{last['klx/kl']:.4g} nats per {args.kl_target_unit}"))
@@ -60,11 +61,11 @@ def describe_kl(args: Any, reference: dict[str, Any], log_history: list[dict[str
 
 def _chosen_settings(args: Any) -> dict[str, str]:
     """Return the settings that had an effect: the main ones, and others that differ from their defaults."""
-    chosen = {}
+    chosen, own_defaults = {}, {field.name: field.default for field in fields(args)} | args._own_defaults()
     resolved = {"kl_controller": args.kl_controller_name, "kl_penalty_coef": args.kl_init_coef}
     for field in fields(args):
         value = resolved.get(field.name, getattr(args, field.name))
-        if field.name in _MAIN or (field.name.startswith("kl_") and value != field.default):
+        if field.name in _MAIN or (field.name.startswith("kl_") and value != own_defaults[field.name]):
             chosen[field.name] = "chosen by the controller" if value is None else _shown(value)
     inert = set() if args.kl_penalty_enabled and args.kl_placement == "advantage" else {"kl_centering"}
     if not args.kl_penalty_enabled:
@@ -72,7 +73,17 @@ def _chosen_settings(args: Any) -> dict[str, str]:
     return {name: value for name, value in chosen.items() if name not in inert}
 
 
+def _code(text: str) -> str:
+    """
+    A code span that the text cannot leave: its fence is longer than any run of backticks in the text (CommonMark,
+    section 6.1). A space keeps a backtick at an end apart from the fence.
+    """
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence, space = "`" * (longest + 1), " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
 def _shown(value: Any) -> str:
     # Cards are published, so they must not show where a folder lies on the user's machine.
     text = os.path.basename(os.path.normpath(value)) if isinstance(value, str) and os.path.isabs(value) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return " ".join(text.replace("|", "\\|").splitlines())

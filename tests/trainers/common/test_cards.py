@@ -69,6 +69,23 @@ def test_the_card_is_written_with_each_checkpoint(tmp_path):
     assert "trl-klx" in card.data.tags and "KL at step 2" in rows_of(card)
 
 
+@pytest.mark.parametrize(
+    ("name", "span"),
+    [
+        ("a`b](x.html)", "``a`b](x.html)``"),
+        ("``x`", "``` ``x` ```"),
+        ("a|b\r\nc", "`a\\|b c`"),
+    ],
+)
+def test_a_path_stays_inside_its_code_span(name, span, tmp_path):
+    trained_lora(3).save_pretrained(tmp_path / name)
+    fields = {"kl_penalty_coef": 0.1, "kl_ref_adapter_path": str(tmp_path / name)}
+    trainer = build_trainer(KLXGRPOTrainer, tmp_path / "out", extras={"peft_config": lora()}, **fields)
+    rows = rows_of(card_of(trainer, tmp_path / "out"))
+    assert rows["`kl_ref_adapter_path`"] == span
+    assert rows["reference"].startswith(f"kind `adapter`, path {span}, hash `")
+
+
 def test_a_folder_of_the_user_is_named_but_not_located(tmp_path):
     trained_lora(3).save_pretrained(tmp_path / "sft-adapter")
     fields = {"kl_penalty_coef": 0.1, "kl_ref_adapter_path": str(tmp_path / "sft-adapter")}

@@ -173,6 +173,30 @@ def test_one_batch_of_many_steps_is_one_batch(spoil, caplog, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*got a KL of nan:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*got a KL of nan:RuntimeWarning")
+@TRAINERS
+def test_a_controller_does_not_count_steps_that_were_not_taken(kind, spoil, tmp_path):
+    """Neither with the batch that follows, nor from a checkpoint that was written before it."""
+    trainer = build(kind, tmp_path, kl_target=0.5, max_steps=5, save_strategy="steps", save_steps=1)
+    seen, learn = [], trainer.kl_control.learn
+
+    def watch(batch, coef):
+        seen.append((batch.optimizer_steps, batch.learning_rate))
+        learn(batch, coef)
+
+    trainer.kl_control.learn = watch
+    spoil(math.nan, 2)
+    train(trainer)
+    # The KL of the second batch is not a number, so that the first step counts with the third batch; the second was
+    # not taken. Which of the two it was is not known, so that they share their learning rate.
+    rates = logged(trainer, "learning_rate")
+    assert seen[:2] == [(0.0, None), (0.0, None)]
+    assert seen[2] == (1.0, pytest.approx((rates[0] + rates[1]) / 2))
+    assert seen[3:] == [(1.0, pytest.approx(rates[2])), (1.0, pytest.approx(rates[3]))]
+    states = [json.loads((tmp_path / f"checkpoint-{step}" / "kl_state.json").read_text()) for step in range(1, 6)]
+    assert [state["clock"]["steps"] for state in states] == [1, 1, 1, 1, 1]
+
+
 def test_the_last_step_is_told_too(spoil, caplog, tmp_path):
     spoil(math.nan, 4)
     train(build("GRPO", tmp_path, logging_steps=3))

@@ -22,7 +22,7 @@ from support.config_fields import (
     kl_fields,
     refusal,
 )
-from trl_klx import KLXGRPOConfig, KLXRLOOConfig
+from trl_klx import KLXGRPOConfig, KLXPPOConfig, KLXRLOOConfig
 from trl_klx.trainers.config import KLXConfigMixin
 from trl_klx.trainers.kl_fields import KLFields
 
@@ -386,3 +386,40 @@ def test_bounds_in_the_wrong_order():
     assert message == ("`kl_coef_min` (2.0) must not exceed `kl_coef_max` (1.0). Swap them or widen the interval.")
     # One bound alone can cross the other's default.
     assert "`kl_coef_max` (10.0)" in refusal(**ADAPTIVE, kl_coef_min=20.0)
+
+
+# ---- Subclasses ----
+
+
+@pytest.mark.parametrize("parent", [KLXGRPOConfig, KLXRLOOConfig, KLXPPOConfig])
+def test_a_subclass_that_sets_kl_fields_can_be_switched_off_again(parent, tmp_path):
+    @dataclasses.dataclass
+    class HouseConfig(parent):
+        kl_penalty_coef: float | None = 0.1
+        kl_target: float | None = 0.5
+        kl_controller: str | None = "adaptive"
+        kl_horizon: float = 500
+        kl_controller_kwargs: dict | None = dataclasses.field(default_factory=lambda: {"clip": 0.3})
+        kl_penalty_reference_step: int | None = 0
+        kl_monitor: bool = False
+
+    def build(**fields):
+        return HouseConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **fields)
+
+    assert build().kl_penalty_enabled and build().kl_target == 0.5
+    # PPO has a coefficient of its own where none is set, so that 0.0 is its way to switch the penalty off.
+    off = build(kl_penalty_coef=0.0 if parent is KLXPPOConfig else None, kl_target=None)
+    assert not off.kl_enabled and off.kl_target is None
+    watched = build(kl_penalty_coef=0.0, kl_target=None, kl_monitor=True)
+    assert watched.kl_enabled and watched.build_kl_controller().value == 0.0
+    plain = {"kl_controller": None, "kl_controller_kwargs": None}
+    fixed = build(kl_target=None, **plain)
+    assert (fixed.kl_controller_name, fixed.kl_init_coef) == ("fixed", 0.1)
+    assert build(kl_penalty_coef=None, kl_horizon=10000, **plain).kl_controller_name == "hold"
+    assert build(kl_penalty_reference_step=None).kl_penalty_reference_step is None
+    assert build(kl_horizon=10000, **(plain | {"kl_controller": "pid"})).kl_controller_name == "pid"
+    # What is neither a default of the subclass nor of its parent is refused as before.
+    with pytest.raises(ValueError, match="`kl_target=0.7` has no effect without a KL penalty"):
+        build(kl_penalty_coef=0.0, kl_target=0.7, kl_controller=None)
+    with pytest.raises(ValueError, match="`kl_horizon=7` has no effect with `kl_controller='pid'`"):
+        build(kl_horizon=7, **(plain | {"kl_controller": "pid"}))
