@@ -47,6 +47,7 @@ from .ignored_tokens import ignored_token_ids
 from .infinite_rewards import InfiniteRewardsMixin, warn_of_infinite_rewards
 from .launch_check import check_launch
 from .model_card import add_kl_section, describe_kl
+from .no_reward import check_teacher, no_reward
 from .ref_model import check_ref_model
 from .reference_resets import ReferenceResetsMixin
 from .resumed_sampler import ResumeSampler
@@ -96,6 +97,10 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
                 f"got `{type(args).__name__}`."
             )
         check_ref_model(args, model, ref_model)
+        without = reward_funcs is None or reward_funcs == []
+        if without and args.kl_penalty_enabled and kwargs.get("environment_factory") is None:
+            check_teacher(args, ref_model)
+            reward_funcs = no_reward
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         check_launch(self.accelerator)
         policy = self.accelerator.unwrap_model(self.model)
@@ -253,6 +258,10 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
             self._klx_finite.judge(rollout.totals)
         for name, value in metrics.items():
             self._metrics[mode][f"klx/{name}"].append(value)
+        if self._klx_control.reference.identity["kind"] == "model":
+            # Two teachers, the reward and the model: the log shows the weight of each.
+            for name, weight in zip(self.reward_func_names, self.reward_weights.tolist(), strict=True):
+                self._metrics[mode][f"rewards/{name}/weight"].append(weight)
         if self._klx_placement.in_loss and metrics:
             self._metrics[mode]["kl"].append(metrics["kl_per_token"])  # TRL's name for it
 
