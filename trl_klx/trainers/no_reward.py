@@ -39,6 +39,6 @@ def check_teacher(args: KLXConfigMixin, ref_model: nn.Module | None) -> None:
         )
     if args.kl_ref_reset_patience is not None:
         raise ValueError(
-            f"`kl_ref_reset_patience={args.kl_ref_reset_patience!r}` cannot be used without reward functions: it waits "
-            "for a reward that has stopped rising. Unset it, or pass `reward_funcs`."
+            f"`kl_ref_reset_patience={args.kl_ref_reset_patience!r}` cannot be used without reward functions: it "
+            "waits for a reward that has stopped rising. Unset it, or pass `reward_funcs`."
         )
