@@ -33,33 +33,11 @@ RUNS = {
 LAST = 20  # batches at the end over which the reward is averaged
 
 
-def kl_to_start(policy, start, tokenizer, prompts: list[str]) -> float:
-    """The exact KL of two models on completions of the first, in nats per completion."""
-    import torch
-
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-    policy.eval()
-    with torch.no_grad():
-        ids = policy.generate(
-            **inputs, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=LENGTH, pad_token_id=0, use_cache=True
-        )
-        width = inputs["input_ids"].size(1)
-        ended = (ids[:, width:] == tokenizer.eos_token_id).int()
-        there = (ended.cumsum(dim=1) - ended) == 0  # up to the first EOS, which counts
-        mask = torch.cat([inputs["attention_mask"], there.long()], dim=1)
-        ours, theirs = (
-            model(input_ids=ids, attention_mask=mask).logits[:, width - 1 : -1].float().log_softmax(-1)
-            for model in (policy, start)
-        )
-    kl = (ours.exp() * (ours - theirs)).sum(-1)  # (B, T)
-    return ((kl * there).sum() / len(prompts)).item()
-
-
 def run_once(case: dict) -> None:
     """Train once in this process, and print KL, reward and resets of every batch."""
     import torch
     from datasets import load_dataset
-    from stories import vader, write_dataset
+    from stories import exact_kl, vader, write_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
     from trl_klx import KLXGRPOConfig, KLXGRPOTrainer
@@ -98,7 +76,8 @@ def run_once(case: dict) -> None:
     result = {name: [entry[key] for entry in history] for name, key in (("kl", "klx/kl"), ("reward", "reward"))}
     result["resets"] = [entry.get("klx/reference_resets", 0.0) for entry in history]
     start = AutoModelForCausalLM.from_pretrained(assets / "stories260K", dtype=torch.float32)
-    result["kl_to_start"] = kl_to_start(trainer.model, start, trainer.processing_class, dataset[:256]["prompt"])
+    kl, _ = exact_kl(trainer.model, start, trainer.processing_class, dataset[:256]["prompt"], LENGTH)
+    result["kl_to_start"] = kl
     print(MARK + json.dumps(result), flush=True)
 
 
