@@ -245,7 +245,7 @@ def _training_arguments(
     }
 
 
-def _train_policy(
+def train_policy(
     train_rows: list[dict[str, str]],
     heldout_rows: list[dict[str, str]],
     tokenizer: PreTrainedTokenizerFast,
@@ -254,6 +254,7 @@ def _train_policy(
     folder: Path,
     work_dir: Path,
 ) -> tuple[float, float]:
+    """Train a policy, save it with its tokenizer, and return the held-out perplexity before and after."""
     set_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -359,7 +360,7 @@ def _build(
     print(f"[1/3] Training a tokenizer on {len(train_rows)} dialogues")
     tokenizer = train_tokenizer(train_rows, settings.vocab_size, settings.max_positions)
     print(f"[2/3] Supervised training of the policy: {settings.sft_steps} steps, vocabulary size {len(tokenizer)}")
-    before, after = _train_policy(
+    before, after = train_policy(
         train_rows, heldout_rows, tokenizer, settings, seed, folder / "sft", folder / "trainer"
     )
     print(f"      held-out perplexity of the chosen answers: {before:.1f} -> {after:.2f}")

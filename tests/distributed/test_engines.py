@@ -54,9 +54,11 @@ class Engine:
 FEW = (
     "grpo-lora-adapter",
     "grpo-lora-lag",
+    "grpo-lora-reset",
     "grpo-lora-model-exact",
     "grpo-full-model",
     "grpo-full-base-exact",
+    "grpo-full-reset-exact",
     "rloo-lora-step",
     "ppo-lora-start",
     "ppo-full-base-frozen",
@@ -70,11 +72,13 @@ def some(names: list[str]) -> list[str]:
 
 
 ENGINES = {
-    "ddp": Engine(TORCHRUN, "MULTI_CPU", some(cases("adapter", "lag", "step", "model", "passed"))),
+    "ddp": Engine(TORCHRUN, "MULTI_CPU", some(cases("adapter", "lag", "step", "model", "passed", "reset"))),
     "ddp-accelerate": Engine(by_accelerate("multi_gpu.yaml"), "MULTI_CPU", ["grpo-lora-adapter", "ppo-lora-lag"]),
     "fsdp2": Engine(by_accelerate("fsdp2.yaml"), "FSDP", some(list(CASES)), sharded=True),
     "zero2": Engine(
-        by_accelerate("zero2.yaml", "--mixed_precision", "no"), "DEEPSPEED", some(cases("lag", "frozen", "model"))
+        by_accelerate("zero2.yaml", "--mixed_precision", "no"),
+        "DEEPSPEED",
+        some(cases("lag", "frozen", "model", "reset")),
     ),
     "zero3": Engine(TORCHRUN, "DEEPSPEED", some([name for name in CASES if "sync" not in name]), sharded=True),
     # Weights below a threshold are partitioned but kept gathered, as in the recipe.
@@ -193,9 +197,15 @@ def test_same_as_one_process(engine, case, runs):
         assert result["sharded"] == ENGINES[engine].sharded
         joint_norm = engine.startswith("zero") and case.startswith("ppo")
         check_series(result["series"], expected["series"], joint_norm)
-    # The check is not vacuous: the policy moved away from the reference, and the coefficient followed.
+    # The check is not vacuous: the policy moved away from the reference, and the coefficient followed. A reset takes
+    # it back to the first one.
     assert max(entry["klx/kl"] for entry in expected["series"]) > 1e-3
-    assert len({entry["klx/coef"] for entry in expected["series"]}) == 4
+    coefs = [entry["klx/coef"] for entry in expected["series"]]
+    if "reset" in case.split("-"):
+        assert [entry["klx/reference_resets"] for entry in expected["series"]] == [0, 0, 1, 1]
+        assert coefs[0] == coefs[2] != coefs[1] and coefs[3] != coefs[2]
+    else:
+        assert len(set(coefs)) == 4
     start = load_policy(runs, case, runs.folder / ("policy_adapter" if "-lora-" in case else "base"))
     alone = load_policy(runs, case, runs.folder / "one" / "saved" / case)
     assert max((alone[key] - weight).abs().max() for key, weight in start.items()) > 1e-3

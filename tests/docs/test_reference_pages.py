@@ -41,7 +41,7 @@ def logged(tmp_path_factory) -> set[str]:
     folder = tmp_path_factory.mktemp("runs")
     several = {"num_iterations": 2, "max_steps": 2}
     trainers = [
-        train(KLXGRPOTrainer, folder / "guard", kl_target=0.5, kl_lr_guard=True, max_steps=1),
+        train(KLXGRPOTrainer, folder / "guard", kl_target=0.5, kl_lr_guard=True, kl_ref_reset_patience=2, max_steps=1),
         train(KLXGRPOTrainer, folder / "passes", kl_monitor=True, kl_update_target=1e-9, **several),
         train(KLXRLOOTrainer, folder / "rloo", kl_target=0.5, max_steps=1),
         build_ppo(folder / "ppo", kl_target=0.5, max_steps=1),

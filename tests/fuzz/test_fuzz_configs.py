@@ -32,6 +32,8 @@ KL_FIELDS = {
     "kl_ref_lag": [1, 2, 5],
     "kl_ref_sync_steps": [1, 2],
     "kl_ref_mixup_alpha": [0.3, 1.0],
+    "kl_ref_reset_patience": [2, 50],
+    "kl_ref_reset_optimizer": [True, False],
     "kl_placement": ["advantage", "reward", "loss"],
     "kl_estimator": ["k1", "k2", "k3", "abs", "full", "trlx", "importance"],
     "kl_centering": ["batch", "microbatch", "group", "sequence", "none"],

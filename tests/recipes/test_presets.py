@@ -96,3 +96,38 @@ def test_deepseek(tmp_path):
         assert torch.allclose(term[mask], expected[mask], atol=1e-6)
         off_policy = max(off_policy, float((ratio[mask] - 1).abs().max()))
     assert off_policy > 0.01 and {coef for *_, coef in terms} == {0.05}
+
+
+def test_distillation(tmp_path):
+    preset = settings("distillation")
+    assert (preset["kl_penalty_coef"], preset["kl_discount"], preset["kl_centering"]) == (1.0, 0.0, "none")
+    teacher = build_model(seed=3)
+    # TRL prepares the model that it is given, so the formula is computed with another copy.
+    extras = {"ref_model": build_model(seed=3)}
+    trainer = build_trainer(recording(KLXGRPOTrainer), tmp_path, rewards=None, extras=extras, **RUN, **preset)
+    trainer.train()
+    for loss in trainer.losses:
+        policy = trainer.generated[loss["rollout"]]["policy"].eval()
+        mask = loss["completion_mask"].bool()
+        with torch.no_grad():
+            reverse_kl = sampled_logps(policy, loss, 1.0) - sampled_logps(teacher.eval(), loss, 1.0)
+        assert torch.allclose(loss["advantages"][mask].double(), -1.0 * reverse_kl[mask].double(), atol=1e-4)
+        assert float(reverse_kl[mask].abs().max()) > 0.1
+
+
+def falling_reward(completion_ids, trainer_state, **kwargs) -> list[float]:
+    return [ids[0] / 32.0 - trainer_state.global_step for ids in completion_ids]
+
+
+def test_prorl(tmp_path):
+    preset = settings("prorl")
+    assert (preset["epsilon"], preset["epsilon_high"]) == (0.2, 0.4)
+    # A shorter patience: the reference is then the policy of step 2, and the optimizer has made one step since.
+    preset |= {"kl_ref_reset_patience": 2}
+    trainer = build_trainer(recording(KLXGRPOTrainer), tmp_path, rewards=falling_reward, **preset, max_steps=3)
+    trainer.train()
+    (policy,) = (rollout["policy"] for rollout in trainer.generated[2:])
+    for name, weight in trainer.kl_reference.model.named_parameters():
+        assert torch.equal(weight, dict(policy.named_parameters())[name])
+    assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {1.0}
+    assert trainer.kl_reference.resets == 1

@@ -109,6 +109,7 @@ def test_every_yaml_file_is_a_recipe_of_some_script():
     known = {path.name for path in RECIPES.rglob("ppo_hh*.yaml")} | {
         path.name for path in (RECIPES / "accelerate").glob("*.yaml")
     }
+    known |= {"distill.yaml"}  # see test_distill.py
     known |= {"compare_controllers.yaml", "sweep_kl_coef.yaml"}  # run by the tests of kl_lab
     known |= {path.name for path in RECIPES.glob("grpo_*b.yaml")}  # see test_minimal.py
     known |= {path.name for path in (RECIPES / "presets").glob("*.yaml")}  # see test_presets.py

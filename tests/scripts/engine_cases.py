@@ -60,6 +60,8 @@ REFERENCES = {
     "passed": {},
     "lag": {"kl_ref_lag": 1},
     "sync": {"kl_ref_sync_steps": 1, "kl_ref_mixup_alpha": 0.5},
+    # The KL is above its target from the second step on, so that the reward alone decides on resets.
+    "reset": {"kl_ref_reset_patience": 2, "kl_target": 1e-4},
 }
 
 # `trainer-policy-reference`, then, after another dash, what is special about the case.
@@ -77,12 +79,15 @@ CASES = {
     "grpo-full-step": {},
     "grpo-full-lag": {},
     "grpo-full-sync": {},
+    "grpo-lora-reset": {},
+    "grpo-full-reset-exact": {"kl_statistic": "full", "kl_ref_reset_optimizer": True},
     "rloo-lora-base": {},
     "rloo-lora-adapter": {"kl_placement": "reward"},
     "rloo-lora-model": {"kl_placement": "loss"},
     "rloo-lora-step": {"kl_placement": "loss"},
     "rloo-lora-lag": {},
     "rloo-full-lag": {},
+    "rloo-lora-reset": {"kl_ref_reset_optimizer": True},
     "ppo-lora-base": {},
     "ppo-lora-adapter-value_model": {},
     "ppo-lora-start": {},
@@ -90,6 +95,7 @@ CASES = {
     "ppo-full-base": {},
     "ppo-full-base-frozen": {"num_layers_unfrozen": 1, "kl_statistic": "full"},
     "ppo-full-lag": {},
+    "ppo-full-reset": {"kl_ref_reset_optimizer": True, "learning_rate": 4e-3},
     # The engine brings its own sampler, which is deterministic here.
     "grpo-lora-adapter-sampled": {"top_k": 1},
     "rloo-lora-base-sampled": {"top_k": 1},
@@ -98,8 +104,16 @@ CASES = {
 }
 
 
-# Cases that are also resumed from a checkpoint in the middle.
-RESUMED = ("grpo-lora-lag", "grpo-full-model", "grpo-lora-start-exact", "grpo-full-sync", "ppo-full-lag")
+# Cases that are also resumed from a checkpoint in the middle: after a reset, where there is one.
+RESUMED = {
+    "grpo-lora-lag": 2,
+    "grpo-full-model": 2,
+    "grpo-lora-start-exact": 2,
+    "grpo-full-sync": 2,
+    "grpo-lora-reset": 3,
+    "grpo-full-reset-exact": 3,
+    "ppo-full-lag": 2,
+}
 
 
 def prepare(folder: Path) -> None:
@@ -121,6 +135,11 @@ def prepare(folder: Path) -> None:
 def reward(completion_ids, **kwargs) -> list[float]:
     """A reward that differs between completions."""
     return [len(ids) / 3.0 + ids[0] / 20.0 for ids in completion_ids]
+
+
+def falling_reward(completion_ids, trainer_state, **kwargs) -> list[float]:
+    """The same reward, less and less of it, so that a run stalls."""
+    return [score - trainer_state.global_step / 2.0 for score in reward(completion_ids)]
 
 
 def build_case(name: str, folder: Path, output: Path, processes: int, **overrides):
@@ -168,7 +187,7 @@ def build_case(name: str, folder: Path, output: Path, processes: int, **override
         extras["value_model"] = AutoModelForSequenceClassification.from_pretrained(folder / "value", num_labels=1)
     return trainer_class(
         model=model,
-        reward_funcs=reward,
+        reward_funcs=falling_reward if reference == "reset" else reward,
         args=args,
         train_dataset=build_dataset(32),
         processing_class=build_tokenizer(),
@@ -178,6 +197,6 @@ def build_case(name: str, folder: Path, output: Path, processes: int, **override
 
 def series(trainer) -> list[dict[str, float]]:
     """The logged KL, coefficient, gradient norm and value metrics of each step."""
-    kept = ("klx/kl", "klx/coef", "klx/adjustment", "ppo/", "grad_norm", "reward")
+    kept = ("klx/kl", "klx/coef", "klx/adjustment", "klx/reference_resets", "ppo/", "grad_norm", "reward")
     entries = [entry for entry in trainer.state.log_history if "klx/kl" in entry]
     return [{key: value for key, value in entry.items() if key.startswith(kept)} for entry in entries]

@@ -65,7 +65,7 @@ def build(name: str, **overrides):
 
 def run(name: str) -> dict:
     began = time.perf_counter()
-    saving = {"save_strategy": "steps", "save_steps": 2} if name in RESUMED else {}
+    saving = {"save_strategy": "steps", "save_steps": RESUMED[name]} if name in RESUMED else {}
     trainer = build(name, **saving)
     trainer.train()
     policy = trainer.accelerator.unwrap_model(trainer.model)
@@ -78,7 +78,7 @@ def run(name: str) -> dict:
     trainer.save_model(str(output / "saved" / name))
     if saving:
         trainer = build(name)
-        trainer.train(resume_from_checkpoint=str(output / "runs" / name / "checkpoint-2"))
+        trainer.train(resume_from_checkpoint=str(output / "runs" / name / f"checkpoint-{RESUMED[name]}"))
         trainer.save_model(str(output / "resumed" / name))
         result["resumed"] = series(trainer)
     return result | {"seconds": time.perf_counter() - began}

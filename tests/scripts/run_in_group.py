@@ -40,7 +40,8 @@ else:
     whole = build("adapter", "whole")
     whole.train()
     compare("adapter", whole, build("adapter", "killed"))
-    # A moving reference, resumed from a checkpoint of a finished run.
-    whole = build("lag", "moving")
-    whole.train()
-    compare("lag", whole, build("lag", "moving", save_strategy="no"))
+    # A moving reference and one that is reset, resumed from a checkpoint of a finished run.
+    for name in ("lag", "reset"):
+        whole = build(name, name)
+        whole.train()
+        compare(name, whole, build(name, name, save_strategy="no"))

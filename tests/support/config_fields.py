@@ -17,6 +17,8 @@ FIELDS = {
     "kl_ref_lag": (None, 2),
     "kl_ref_sync_steps": (None, 4),
     "kl_ref_mixup_alpha": (None, 0.5),
+    "kl_ref_reset_patience": (None, 20),
+    "kl_ref_reset_optimizer": (False, True),
     "kl_placement": ("advantage", "reward"),
     "kl_estimator": ("k1", "importance"),
     "kl_centering": ("batch", "group"),

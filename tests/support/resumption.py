@@ -18,7 +18,11 @@ RUNS = {
     "step": {"policy": "trained", "kl_penalty_reference_step": 0},
     "lag": {"kl_ref_lag": 2},
     "sync": {"algorithm": "rloo", "kl_ref_sync_steps": 3, "kl_ref_mixup_alpha": 0.6},
+    # The KL is above its target from the first step on, so that the reward alone decides on resets.
+    "reset": {"kl_ref_reset_patience": 2, "kl_target": 1e-3, "kl_ref_reset_optimizer": True},
+    "reset-rloo": {"algorithm": "rloo", "policy": "trained", "kl_ref_reset_patience": 2, "kl_target": 1e-3},
     "full": {"policy": "full"},
+    "full-reset": {"policy": "full", "kl_ref_reset_patience": 3, "kl_target": 1e-3},
     "full-sync": {"policy": "full", "kl_ref_sync_steps": 3, "kl_ref_mixup_alpha": 0.6},
 }
 

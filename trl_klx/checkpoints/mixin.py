@@ -19,6 +19,7 @@ from ..references.base import KLReference
 from ..references.loading import saved_steps
 from ..references.moving import LaggedReference, Weights
 from ..references.peft_adapters import only_trained_adapter, trained_adapter
+from ..references.sharding import whole_shape
 from .checksums import write_checksums
 from .integrity import choose_checkpoint, mark_unfinished, saved_step
 from .kl_state import STATE_FILE, check_kl_reference, read_kl_reference, read_kl_state, write_kl_state
@@ -99,7 +100,7 @@ class KLXCheckpointMixin(_Host):
         if state is None:
             return
         trial = copy.copy(self.kl_control)
-        for name in ("controller", "drift", "adviser", "clock"):
+        for name in ("controller", "drift", "adviser", "clock", "stall"):
             setattr(trial, name, copy.deepcopy(getattr(trial, name)))  # all of them are plain numbers
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come when the state is restored
@@ -215,7 +216,7 @@ class KLXCheckpointMixin(_Host):
             if reference.mover is not None:
                 reference.restart()
             return
-        fault = _identity_fault(reference, state["reference"])
+        fault = _identity_fault(reference, state["reference"]) or _resets_fault(reference, state["reference"])
         if fault is not None:
             raise ValueError(
                 f"The KL reference is not the one that the checkpoint {checkpoint!r} was trained against: {fault}. "
@@ -225,6 +226,7 @@ class KLXCheckpointMixin(_Host):
         _load_control(self.kl_control, state, checkpoint)
         if weights is not None:
             reference.load_state(weights)
+        reference.resets = state["reference"].get("resets", 0)
         if reference.initial_adapter:
             reference.identity["hash"] = state["reference"].get("hash")
 
@@ -255,23 +257,34 @@ def _load_control(control: "KLControl", state: dict[str, Any], checkpoint: str) 
 
 def _identity_fault(reference: KLReference, saved: dict[str, Any]) -> str | None:
     # The reference's folder may have moved, but its kind and its weights must be the same.
-    free = {"path", "hash"} if reference.initial_adapter else {"path"}
+    free = {"path", "hash", "resets"} if reference.initial_adapter else {"path", "resets"}
     now = {key: value for key, value in reference.identity.items() if key not in free}
     then = {key: value for key, value in saved.items() if key not in free}
     return None if now == then else f"it was {saved}, and is now {reference.identity}"
+
+
+def _resets_fault(reference: KLReference, saved: dict[str, Any]) -> str | None:
+    resets = saved.get("resets", 0)
+    if type(resets) is not int or resets < 0:
+        return f"it was reset {resets!r} times"
+    if resets and not reference.resettable:
+        return f"it was reset {resets} times, and cannot be reset now"
+    if reference.resets and not resets:
+        return "this trainer has reset it since. Build a new trainer to resume from this checkpoint"
+    return None
 
 
 def _needed_weights(reference: KLReference, saved: dict[str, Any], checkpoint: str) -> Weights | None:
     """The weights of the reference that only the checkpoint has, or `None` if the reference has them already."""
     # A new adapter is initialised with random weights, possibly unseeded. The original ones are in the checkpoint.
     drawn_anew = reference.initial_adapter and saved.get("hash") != reference.identity["hash"]
-    return _fitting_weights(reference, checkpoint) if reference.mover is not None or drawn_anew else None
+    needed = reference.mover is not None or drawn_anew or saved.get("resets")
+    return _fitting_weights(reference, checkpoint) if needed else None
 
 
 def _fitting_weights(reference: KLReference, checkpoint: str) -> Weights:
     """Read the reference's weights from a checkpoint, and check that they fit it."""
-    # Under ZeRO-3 `.shape` is (0,); the real shape is in `ds_shape`.
-    shapes = {name: tuple(getattr(weight, "ds_shape", weight.shape)) for name, weight in reference.weights().items()}
+    shapes = {name: whole_shape(weight) for name, weight in reference.weights().items()}
     weights = read_kl_reference(checkpoint)
     lag = reference.mover.lag if isinstance(reference.mover, LaggedReference) else None
     check_kl_reference(checkpoint, weights, shapes, lag, saved_step(checkpoint))

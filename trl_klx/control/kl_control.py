@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..controllers.base import BatchMeasurement, KLController
+from ..controllers.stall import StallMonitor
 from ..maths._tensors import wide_dtype
 from ..maths.estimators import estimate_full_kl, estimate_kl, full_kl_and_logps
 from ..maths.totals import kl_totals, sum_kl_per_sequence
@@ -40,6 +41,8 @@ class KLControl(Steering):
             Estimator that is logged and that drives the controller.
         ignored (`tuple[int, ...]`, *optional*, defaults to `()`):
             Tokens whose KL neither counts nor pays.
+        stall ([`StallMonitor`], *optional*):
+            Says when the reference is to be reset.
         settings:
             Further arguments of [`Steering`].
     """
@@ -52,6 +55,7 @@ class KLControl(Steering):
         estimator: str = "k1",
         statistic: str = "k3",
         ignored: tuple[int, ...] = (),
+        stall: StallMonitor | None = None,
         **settings: Any,
     ):
         super().__init__(controller, **settings)
@@ -59,13 +63,14 @@ class KLControl(Steering):
         self.estimator = estimator
         self.statistic = statistic
         self.ignored = ignored
+        self.stall = stall
         self._masked_before = False
 
     # ---- One generation batch ----
 
     def begin(self) -> Rollout:
         """Begin a generation batch, with the coefficient that applies to all of it."""
-        return Rollout(coef=self.controller.value)
+        return Rollout(coef=self.controller.value, resets=self.reference.resets)
 
     def mask(self, mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """
@@ -165,6 +170,20 @@ class KLControl(Steering):
             drives = (advantages * k1).sum(dim=1)
             sums.add("drive", drives.sum(), drives.square().sum(), (charged * k1).sum(), advantages.abs().sum())
 
+    def add_reward(self, rollout: Rollout, reward: float, device: torch.device) -> None:
+        """
+        Add the mean reward of a batch, for the [`StallMonitor`].
+
+        Args:
+            rollout ([`Rollout`]):
+                The generation batch.
+            reward (`float`):
+                Mean reward. Where processes differ, the mean over them counts.
+            device (`torch.device`):
+                Device of the rollout's sums.
+        """
+        rollout.sums.add("reward", *torch.tensor([reward, 1.0], dtype=wide_dtype(device), device=device))
+
     def finish(
         self,
         rollout: Rollout,
@@ -207,10 +226,16 @@ class KLControl(Steering):
             metrics["lr_factor"] = self.clock.lr_factor
         if "adjustment" in sums:
             metrics["adjustment_abs_mean"] = sums["adjustment"][0] / tokens
-        if train:
+        if self.stall is not None or self.reference.resets:
+            metrics["reference_resets"] = float(self.reference.resets)
+        # A KL to an earlier reference says nothing about the present one.
+        if train and rollout.resets == self.reference.resets:
             # A KL that is not a number teaches nothing: the steps that led to it count towards the next one.
             steps = self.clock.pop() if math.isfinite(kl) else (0.0, None)
             self.learn(_measurement(kl, per, sums, *steps), rollout.coef)
+            if self.stall is not None:
+                reward, processes = sums["reward"]
+                self.stall.update(reward / processes, kl)
         return metrics
 
     def _warn_masked(self) -> None:
@@ -221,11 +246,37 @@ class KLControl(Steering):
             )
         self._masked_before = True
 
+    # ---- A new reference ----
+
+    @property
+    def reset_due(self) -> bool:
+        """Whether the reference is to be reset before the next batch."""
+        return self.stall is not None and self.stall.stalled
+
+    def reset_reference(self) -> None:
+        """Make the policy, as it is now, the reference, and start over with everything that was measured."""
+        self.reference.reset()
+        self.start_over()
+
+    def start_over(self) -> None:
+        super().start_over()
+        if self.stall is not None:
+            self.stall.clear()
+
     # ---- State ----
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain JSON values. The reference is not loaded from it, but compared."""
-        return super().state_dict() | {"reference": self.reference.identity}
+        stall = None if self.stall is None else self.stall.state_dict()
+        return super().state_dict() | {"reference": self.reference.description, "stall": stall}
+
+    def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
+        super().load_state_dict(state, source)
+        if self.stall is not None and state.get("stall") is not None:
+            try:
+                self.stall.load_state_dict(state["stall"])
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"Cannot resume: the last batches in {source!r} are not valid ({error})") from error
 
 
 def _measurement(

@@ -105,6 +105,8 @@ class Rollout:
             Penalty of each completion, for a reward function.
         rewards (`torch.Tensor` of shape `(N, F)`, *optional*):
             PPO: the rewards of all processes, by reward function.
+        resets (`int`):
+            How often the reference had been reset when the batch was begun.
     """
 
     coef: float = 0.0
@@ -120,6 +122,7 @@ class Rollout:
     tool_masks: list[list[int]] | None = None
     penalties: torch.Tensor | None = None
     rewards: torch.Tensor | None = None
+    resets: int = 0
 
     def forget_passes(self) -> None:
         """Let go of the forward passes and of the tokens: what the loss needs is in TRL's batch by now."""

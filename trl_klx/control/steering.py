@@ -59,6 +59,7 @@ class Steering:
         self.guards_lr = guards_lr
         self.clock = StepClock()
         self.logger = logging.getLogger(__name__) if logger is None else logger
+        self._first_state = controller.state_dict()
 
     def learn(self, batch: BatchMeasurement, coef: float) -> None:
         """
@@ -77,6 +78,15 @@ class Steering:
         for text in (warning, advice):
             if text is not None:
                 self.logger.warning(text)
+
+    def start_over(self) -> None:
+        """Forget what was measured, as before the first batch. Advice that was given is not given again."""
+        self.controller.load_state_dict(self._first_state)
+        self.clock = StepClock()
+        if self.drift is not None:
+            self.drift.start_over()
+        if self.adviser is not None:
+            self.adviser.start_over()
 
     def sum_up(self) -> None:
         """Say in one line whether the target was held."""

@@ -47,10 +47,14 @@ class KLAdviser:
     def __init__(self, target: float, controller: str, max_coef: float = 10.0, guarded: bool = False) -> None:
         SETTING_RULES["target"].check("target", target)
         self.target, self.controller, self.max_coef, self.guarded = float(target), controller, float(max_coef), guarded
+        self._told: list[str] = []
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget the batches, but not what was said about them."""
         self._kls: list[float] = []
         self._moves: deque[float] = deque(maxlen=self.WINDOW)
         self._at_bound = self._still = 0
-        self._told: list[str] = []
 
     def update(self, batch: BatchMeasurement, coef: float) -> str | None:
         """

@@ -47,6 +47,10 @@ class DriftMonitor:
         self.window = int(window)
         self.unit = unit
         self.controller = controller
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget the window."""
         self._values: deque[float] = deque(maxlen=self.window)
         self._side = "inside"
 

@@ -41,6 +41,9 @@ class AdapterReference(KLReference):
             How the adapter follows the policy's adapter.
         initial_adapter (`bool`, *optional*, defaults to `False`):
             Whether the adapter is a copy of the run's initial adapter.
+        spare (`str`, *optional*):
+            Name of a frozen copy of the policy's adapter, which becomes the reference when it is reset. If unset,
+            `adapter` itself is overwritten.
     """
 
     def __init__(
@@ -50,10 +53,16 @@ class AdapterReference(KLReference):
         identity: dict[str, Any],
         mover: Mover | None = None,
         initial_adapter: bool = False,
+        spare: str | None = None,
     ):
         super().__init__(identity, mover, initial_adapter)
         self.policy = policy
-        self.adapter = adapter
+        self._first, self._own = adapter, spare or adapter
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the adapter that is the reference now; `None` for the base model."""
+        return self._own if self.resets else self._first
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
@@ -63,7 +72,7 @@ class AdapterReference(KLReference):
     def weights(self) -> Weights:
         shard_again(self.policy)
         trained = trained_adapter(self.policy)
-        return {} if self.adapter is None else adapter_tensors(self.policy, self.adapter, as_name=trained)
+        return {} if self._own is None else adapter_tensors(self.policy, self._own, as_name=trained)
 
     def policy_weights(self) -> Weights:
         shard_again(self.policy)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .moving import Mover, Weights
-from .sharding import cut_part, join_parts, local_part, use_written_parts
+from .sharding import cut_part, join_parts, local_part, use_written_parts, whole_shape
 
 
 class KLReference:
@@ -25,12 +25,24 @@ class KLReference:
         initial_adapter (`bool`):
             Whether the reference is the run's initial adapter. Only this package's checkpoints hold its weights, and a
             new run may draw different ones.
+        resettable (`bool`):
+            Whether [`~KLReference.reset`] can make the policy the reference.
+        resets (`int`):
+            How often it has done so.
     """
+
+    resettable = False
+    resets = 0
 
     def __init__(self, identity: dict[str, Any], mover: Mover | None = None, initial_adapter: bool = False):
         self.mover = mover
         self.identity = identity | (mover.identity if mover is not None else {})
         self.initial_adapter = initial_adapter
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the reference was at first, and how often it has been reset since."""
+        return self.identity | ({"resets": self.resets} if self.resets else {})
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
@@ -64,11 +76,11 @@ class KLReference:
 
     def state(self) -> Weights:
         """
-        The weights that a checkpoint must hold because no other file does: those of a moving reference and of an
-        initial adapter. They are joined; if they are sharded, every process must call this.
+        The weights that a checkpoint must hold because no other file does: those of a moving reference, of one that
+        was reset, and of an initial adapter. They are joined; if they are sharded, every process must call this.
         """
         if self.mover is None:
-            return self.whole_weights() if self.initial_adapter else {}
+            return self.whole_weights() if self.initial_adapter or self.resets else {}
         reference = self.weights()
         parts = self.mover.state(_local_parts(reference))
         return {key: join_parts(reference[_weight_name(key)], part) for key, part in parts.items()}
@@ -76,8 +88,7 @@ class KLReference:
     def load_state(self, state: Weights) -> None:
         """Load the weights that `state()` returned."""
         if self.mover is None:
-            if self.initial_adapter:
-                self.load_weights(state)
+            self.load_weights(state)
             return
         reference = self.weights()
         parts = {
@@ -89,11 +100,22 @@ class KLReference:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Reset a moving reference to the policy's current weights."""
+        """Copy the policy's current weights to the reference."""
         reference, policy = self.weights(), self.policy_weights()
         for name, weight in _local_parts(reference).items():
             weight.copy_(local_part(policy[name]))
         use_written_parts(reference.values())
+
+    def reset(self) -> None:
+        """Make the policy, as it is now, the reference from now on."""
+        self.restart()
+        self.resets += 1
+
+    def fits_policy(self) -> bool:
+        """Whether the reference has weights for the policy's to be copied to."""
+        reference, policy = self.weights(), self.policy_weights()
+        shapes = {name: whole_shape(weight) for name, weight in policy.items()}
+        return bool(reference) and all(shapes.get(name) == whole_shape(weight) for name, weight in reference.items())
 
     def whole_weights(self) -> Weights:
         """The result of `weights()`, joined. If the weights are sharded, every process must call this."""

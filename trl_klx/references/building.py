@@ -47,6 +47,9 @@ class ReferenceArgs(Protocol):
     @property
     def kl_ref_mixup_alpha(self) -> float | None: ...
 
+    @property
+    def kl_ref_reset_patience(self) -> int | None: ...
+
 
 def resolve_reference(
     args: ReferenceArgs,
@@ -78,7 +81,15 @@ def resolve_reference(
     _check_engine(kind, value, builder)
     if builder.has_adapter and kind.shares_base:
         builder.check_base_is_frozen()
-    return kind.build(value, builder)
+    reference = kind.build(value, builder)
+    reference.resettable = kind.resettable and reference.fits_policy()
+    if builder.resets and not reference.resettable:
+        raise ValueError(
+            f"`kl_ref_reset_patience={args.kl_ref_reset_patience!r}` cannot be used with `{kind.field}={value!r}`: "
+            "the adapter there has other weights than the policy's, which could not be copied to it. Give the "
+            "policy's adapter the same settings, or unset one of the fields."
+        )
+    return reference
 
 
 class ReferenceBuilder:
@@ -119,6 +130,11 @@ class ReferenceBuilder:
         """Folder of the run."""
         # Transformers fills it in when the config is built.
         return cast(str, self.args.output_dir)
+
+    @property
+    def resets(self) -> bool:
+        """Whether the reference is to be reset during the run."""
+        return self.args.kl_ref_reset_patience is not None
 
     @property
     def has_adapter(self) -> bool:
@@ -202,11 +218,15 @@ class ReferenceBuilder:
     # ---- References of a PEFT policy ----
 
     def base_model(self) -> AdapterReference:
-        """The base model, with the adapter disabled."""
+        """The base model, with the adapter disabled, until the reference is reset."""
         self.check_base_is_whole()
         base = self.peft_policy.get_base_model()
         identity = {"kind": "base", "hash": fingerprint(base, without=self._adapter_weights())}
-        return AdapterReference(self.peft_policy, None, identity)
+        if not self.resets:
+            return AdapterReference(self.peft_policy, None, identity)
+        # The adapter that a reset copies the policy's to must be there before an engine shards the weights.
+        copy_trained_adapter(self.peft_policy)
+        return AdapterReference(self.peft_policy, None, identity, spare=REFERENCE_ADAPTER)
 
     def loaded_adapter(self, path: str, identity: dict[str, Any]) -> AdapterReference:
         """The adapter in a folder or Hub repository."""
@@ -262,6 +282,8 @@ def _check_engine(kind: ReferenceKind, value: Any, builder: ReferenceBuilder) ->
         )
     if kind.moves:
         choice, remedy = f"{kind.field}={value!r}", "choose a reference that does not move."
+    elif builder.resets:
+        choice, remedy = f"kl_ref_reset_patience={builder.args.kl_ref_reset_patience!r}", "unset it."
     elif builder.args.kl_estimator == "full":
         choice, remedy = "kl_estimator='full'", "choose `kl_estimator='k3'`."
     elif builder.args.kl_statistic == "full":

@@ -34,11 +34,14 @@ class ReferenceKind:
             Whether the reference follows the policy.
         shares_base (`bool`):
             Whether the reference of a PEFT policy runs on the policy's base weights.
+        resettable (`bool`):
+            Whether the policy may take the reference's place during the run.
     """
 
     field: ClassVar[str]
     moves: ClassVar[bool] = False
     shares_base: ClassVar[bool] = True
+    resettable: ClassVar[bool] = False
 
     def build(self, value: Any, builder: ReferenceBuilder) -> KLReference:
         """
@@ -117,6 +120,11 @@ def chosen_reference_fields(args: object) -> dict[str, Any]:
     return {field: settings[field] for field in REFERENCE_FIELDS if settings.get(field) is not None}
 
 
+def resettable_reference_fields() -> list[str]:
+    """The fields that choose a reference whose place the policy may take."""
+    return [field for field, kind in _KINDS.items() if kind.resettable]
+
+
 def choose_reference_kind(args: object, ref_model: nn.Module | None = None) -> tuple[ReferenceKind, Any]:
     """The kind of reference that a config or a trainer's `ref_model` argument chooses, and the value that chose it."""
     if ref_model is not None:
@@ -128,6 +136,8 @@ def choose_reference_kind(args: object, ref_model: nn.Module | None = None) -> t
 
 class StartKind(ReferenceKind):
     """The reference if none is chosen: the base model under PEFT, the initial weights in full fine-tuning."""
+
+    resettable = True
 
     def build_for_peft(self, value: None, builder: ReferenceBuilder) -> KLReference:
         return builder.base_model()
@@ -153,6 +163,7 @@ class SavedStepKind(ReferenceKind):
     """The policy as saved at a step: 0 is the initial policy, N is `checkpoint-N` in `output_dir`."""
 
     field = "kl_penalty_reference_step"
+    resettable = True
 
     def build(self, value: int, builder: ReferenceBuilder) -> KLReference:
         identity = {"kind": "step", "step": value}

@@ -47,6 +47,11 @@ def is_sharded(weight: torch.Tensor) -> bool:
     return _is_zero3(weight) or _is_dtensor(weight)
 
 
+def whole_shape(weight: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the complete weight."""
+    return tuple(weight.ds_shape if _is_zero3(weight) else weight.shape)
+
+
 def local_part(weight: torch.Tensor) -> torch.Tensor:
     """
     The part of a weight that this process holds, which may be flattened; the weight itself if it is not sharded.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..control.placements import list_placements
 from ..controllers.base import KLController
 from ..controllers.setting_rules import check_settings
-from ..references.kinds import REFERENCE_FIELDS, chosen_reference_fields
+from ..references.kinds import REFERENCE_FIELDS, chosen_reference_fields, resettable_reference_fields
 from .field_rules import FIELDS_OF_SETTINGS, KL_RULES, doubt_target, one_of
 from .kl_fields import KLFields, get_kl_controller_class_or_raise
 from .launch_check import find_overwritten
@@ -76,6 +76,7 @@ class KLConfigChecks(KLFields, _Host):
                 "reference has the dtype of the policy, and a `ref_model` the one that you loaded it in. Set "
                 "`kl_ref_model_path`, or unset `kl_ref_dtype`."
             )
+        self._validate_resets(chosen)
         if self.kl_penalty_enabled and getattr(self, "beta", 0.0) != 0.0:
             raise ValueError(
                 f"`beta={self.beta!r}` together with {self._switched_on_by} would penalise the KL twice. "
@@ -102,6 +103,25 @@ class KLConfigChecks(KLFields, _Host):
             self._warn_of_the_other_unit()
             self._warn_of_overwriting()
         self._validate_kl_controller()
+
+    def _validate_resets(self, chosen: dict[str, Any]) -> None:
+        if self.kl_ref_reset_patience is None:
+            if self.kl_ref_reset_optimizer:
+                raise ValueError(
+                    "`kl_ref_reset_optimizer=True` has no effect without `kl_ref_reset_patience`. Set that to the "
+                    "number of batches to judge by, or unset `kl_ref_reset_optimizer`. A call of "
+                    "`reset_kl_reference` has its own argument for it."
+                )
+            return
+        resettable = resettable_reference_fields()
+        for name, value in chosen.items():
+            if name not in resettable:
+                known = " or ".join(f"`{field}`" for field in resettable if field in vars(self))
+                raise ValueError(
+                    f"`kl_ref_reset_patience={self.kl_ref_reset_patience!r}` cannot be used with `{name}={value!r}`: "
+                    "only a reference that is an earlier state of the policy and stays can be replaced by a later "
+                    f"one. Unset `{name}`, set {known} instead, or unset `kl_ref_reset_patience`."
+                )
 
     def _validate_kl_placement(self) -> None:
         placement = self.placement_class

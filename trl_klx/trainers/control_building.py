@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..control.kl_control import KLControl
 from ..controllers.advice import KLAdviser
 from ..controllers.drift import DriftMonitor
+from ..controllers.stall import StallMonitor
 from ..references.base import KLReference
 from ..references.building import resolve_reference
 
@@ -108,6 +109,7 @@ def build_kl_control(
         drift = DriftMonitor(args.kl_target, args.kl_warn_window, args.kl_target_unit, args.kl_controller_name)
         if args.kl_penalty_enabled:
             adviser = KLAdviser(args.kl_target, args.kl_controller_name, args.kl_coef_max, args.kl_lr_guard)
+    patience = args.kl_ref_reset_patience
     return KLControl(
         args.build_kl_controller(),
         resolve_reference(args, policy, accelerator, ref_model, temperature, tokenizer),
@@ -121,5 +123,6 @@ def build_kl_control(
         guards_lr=args.kl_lr_guard,
         name=args.kl_controller_name,
         ignored=ignored,
+        stall=None if patience is None else StallMonitor(patience, args.kl_target),
         logger=LOGGER,
     )

@@ -60,6 +60,10 @@ KL_RULES = {
     "kl_ref_lag": number(">= 1", 1, "Leave it unset for a fixed reference.", kind=int),
     "kl_ref_sync_steps": number(">= 1", 1, "Leave it unset for a fixed reference.", kind=int),
     "kl_ref_mixup_alpha": number("in (0, 1]", 0.0, "Leave it unset to copy at each refresh.", 1.0, above=True),
+    "kl_ref_reset_patience": number(">= 2", 2, "Leave it unset to keep the reference.", kind=int),
+    "kl_ref_reset_optimizer": FieldRule(
+        lambda value: isinstance(value, bool), "True or False", "Set it to True to clear the optimizer's state."
+    ),
     "kl_estimator": one_of(KL_ESTIMATORS),
     "kl_centering": one_of(KL_CENTERINGS),
     "kl_discount": number("in [0, 1]", 0.0, "Set it to 0.0 so that each token pays for its own KL.", 1.0),

@@ -59,6 +59,11 @@ class KLFields:
         kl_ref_mixup_alpha (`float`, *optional*):
             With `kl_ref_sync_steps`: weight of the policy in each refresh, `ref = (1 - alpha) * ref + alpha * policy`.
             If unset, each refresh is a plain copy.
+        kl_ref_reset_patience (`int`, *optional*):
+            Make the policy the reference whenever, over this many generation batches, the reward has not risen and the
+            KL was at its target. The controller then begins again. If unset, the reference stays.
+        kl_ref_reset_optimizer (`bool`, *optional*, defaults to `False`):
+            With `kl_ref_reset_patience`: clear the optimizer's state at each reset.
         kl_placement (`str`, *optional*, defaults to `"advantage"`):
             Where the penalty acts: `"advantage"` (zero-mean adjustment of per-token advantages), `"reward"` (the KL is
             subtracted from the reward: a sequence's, or in PPO each token's) or `"loss"` (a KL term in the loss).
@@ -138,6 +143,14 @@ class KLFields:
         None,
         "With `kl_ref_sync_steps`: weight of the policy in each refresh, `ref = (1 - alpha) * ref + alpha * policy`. "
         "If unset, each refresh is a plain copy.",
+    )
+    kl_ref_reset_patience: int | None = _kl_field(
+        None,
+        "Make the policy the reference whenever, over this many generation batches, the reward has not risen and the "
+        "KL was at its target. The controller then begins again.",
+    )
+    kl_ref_reset_optimizer: bool = _kl_field(
+        False, "With `kl_ref_reset_patience`: clear the optimizer's state at each reset."
     )
     kl_placement: str = _kl_field(
         "advantage",

@@ -47,7 +47,9 @@ from .ignored_tokens import ignored_token_ids
 from .infinite_rewards import InfiniteRewardsMixin, warn_of_infinite_rewards
 from .launch_check import check_launch
 from .model_card import add_kl_section, describe_kl
+from .no_reward import check_teacher, no_reward
 from .ref_model import check_ref_model
+from .reference_resets import ReferenceResetsMixin
 from .resumed_sampler import ResumeSampler
 from .update_steps import UpdateStepsMixin
 
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLXCheckpointMixin):
+class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, ReferenceResetsMixin, KLXCheckpointMixin):
     """
     Adds KL control to a TRL trainer whose batches come from `_generate_and_score_completions`.
 
@@ -95,6 +97,10 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLX
                 f"got `{type(args).__name__}`."
             )
         check_ref_model(args, model, ref_model)
+        without = reward_funcs is None or reward_funcs == []
+        if without and args.kl_penalty_enabled and kwargs.get("environment_factory") is None:
+            check_teacher(args, ref_model)
+            reward_funcs = no_reward
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         check_launch(self.accelerator)
         policy = self.accelerator.unwrap_model(self.model)
@@ -154,6 +160,8 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLX
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         if not self._klx_active:
             return super()._generate_and_score_completions(inputs)
+        if self._klx_mode == "train":
+            self._klx_reset_if_stalled()
         rollout = Rollout() if self.kl_control is None else self.kl_control.begin()
         self._klx_rollouts[self._klx_mode] = rollout
         if self._klx_mode == "train":
@@ -191,6 +199,9 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLX
         if rollout.reference is None:
             rollout.reference = self._klx_score_reference(*arguments)
         train = self._klx_mode == "train"
+        if train and self.kl_control.stall is not None:
+            reward = self._metrics["train"]["reward"][-1]
+            self.kl_control.add_reward(rollout, reward, batch["completion_ids"].device)
         micro_batches = self._klx_steps_per_generation if train else 1
         if rollout.clean is None and (
             (placement.per_batch and micro_batches > 1) or (train and self._klx_has_dropout)
@@ -249,6 +260,10 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLX
             self._klx_finite.judge(rollout.totals)
         for name, value in metrics.items():
             self._metrics[mode][f"klx/{name}"].append(value)
+        if self._klx_control.reference.identity["kind"] == "model":
+            # Two teachers, the reward and the model: the log shows the weight of each.
+            for name, weight in zip(self.reward_func_names, self.reward_weights.tolist(), strict=True):
+                self._metrics[mode][f"rewards/{name}/weight"].append(weight)
         if self._klx_placement.in_loss and metrics:
             self._metrics[mode]["kl"].append(metrics["kl_per_token"])  # TRL's name for it
 
@@ -332,6 +347,6 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLX
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         if self.kl_reference is not None and self.is_world_process_zero():
-            section = describe_kl(self.args, self.kl_reference.identity, self.state.log_history)
+            section = describe_kl(self.args, self.kl_reference.description, self.state.log_history)
             assert self.args.output_dir is not None  # transformers has filled it in
             add_kl_section(os.path.join(self.args.output_dir, "README.md"), section)

@@ -28,6 +28,12 @@ def check_ref_model(args: KLXConfigMixin, model: Any, ref_model: Any) -> None:
             f"Only one reference can be chosen, got a `ref_model` and `{name}={value!r}`. Keep one of them and unset "
             "the other."
         )
+    if args.kl_ref_reset_patience is not None:
+        raise ValueError(
+            f"`kl_ref_reset_patience={args.kl_ref_reset_patience!r}` cannot be used with a `ref_model`: only a "
+            "reference that is an earlier state of the policy can be replaced by a later one. Pass no `ref_model`, or "
+            "unset `kl_ref_reset_patience`."
+        )
     if not isinstance(ref_model, nn.Module):
         raise TypeError(
             f"`ref_model` must be a model, got {ref_model!r}. To load one from a folder or from the Hub, set "

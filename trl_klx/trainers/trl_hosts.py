@@ -41,6 +41,8 @@ class TRLTrainer(Trainer):
     num_generations_eval: int | None
     num_iterations: int
     ref_model: Any
+    reward_func_names: list[str]
+    reward_weights: torch.Tensor
     temperature: float
     use_vllm: bool
     vllm_generation: Any

@@ -211,7 +211,7 @@ def test_reward_model_in_training_mode_gives_one_answer(tmp_path):
 
 
 def test_no_reward_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="No reward source"):
+    with pytest.raises(ValueError, match="Without reward functions only the KL trains"):
         build_ppo(tmp_path, rewards=None)
 
 

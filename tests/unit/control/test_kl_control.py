@@ -2,7 +2,6 @@
 
 import json
 import math
-import types
 import warnings
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,6 +21,8 @@ from trl_klx.control.kl_control import KLControl
 from trl_klx.control.placements import Placement, base, get_placement, list_placements, register_placement
 from trl_klx.control.rollout import Rollout, Scored, TokenKL
 from trl_klx.controllers.drift import DriftMonitor
+from trl_klx.controllers.stall import StallMonitor
+from trl_klx.references.base import KLReference
 from trl_klx.trainers.config import KLXConfigMixin
 
 
@@ -42,7 +43,7 @@ def build_control(controller="adaptive", coef=0.2, **settings) -> KLControl:
     options = {"target": 0.5, "horizon": 100, "min_coef": 1e-4, "max_coef": 10.0}
     return KLControl(
         get_kl_controller(controller, init_coef=coef, **options),
-        types.SimpleNamespace(identity={"kind": "test"}),
+        KLReference({"kind": "test"}),
         **({"name": controller, "target": 0.5} | settings),
     )
 
@@ -268,6 +269,76 @@ def test_damaged_state_is_refused(place, value, message):
     state[place[0]][place[1]] = value
     fresh = build_control("pid", drift=DriftMonitor(target=0.5, window=3))
     with pytest.raises(ValueError, match=f"Cannot resume: {message}"):
+        fresh.load_state_dict(state, "checkpoint-4")
+
+
+def resetting_control(patience: int = 2) -> KLControl:
+    """Control over a reference that only counts its resets."""
+    control = build_control("pid", drift=DriftMonitor(target=0.5, window=3), stall=StallMonitor(patience))
+    control.reference.restart = lambda: None
+    return control
+
+
+def one_batch(control: KLControl, reward: float, seed: int = 0, reduce=one_process, train: bool = True) -> dict:
+    policy, reference, mask = two_passes(seed=seed)
+    rollout = control.begin()
+    control.add(rollout, control.measure(policy, reference), mask)
+    control.add_reward(rollout, reward, mask.device)
+    return control.finish(rollout, reduce, train=train)
+
+
+def test_a_reset_starts_over():
+    control = resetting_control()
+    first = control.state_dict()
+    for seed, reward in enumerate([1.0, 0.5]):
+        assert not control.reset_due
+        assert one_batch(control, reward, seed)["reference_resets"] == 0.0
+        control.clock.tick(0.1)
+    assert control.reset_due and control.state_dict() != first
+    control.reset_reference()
+    assert not control.reset_due and control.state_dict() == first | {"reference": {"kind": "test", "resets": 1}}
+    assert one_batch(control, 0.0)["reference_resets"] == 1.0
+
+
+def test_evaluation_never_brings_a_reset_about():
+    control = resetting_control()
+    for _ in range(3):
+        one_batch(control, 1.0, train=False)
+    assert not control.reset_due and control.stall.state_dict() == {"rewards": [], "kls": []}
+
+
+def test_processes_decide_by_the_mean_of_their_rewards():
+    control = resetting_control()
+
+    def with_another_process(sums: torch.Tensor) -> torch.Tensor:
+        other = sums.clone()
+        other[-2] += 1.0  # its reward; the count of processes comes last
+        return sums + other
+
+    one_batch(control, 1.0, reduce=with_another_process)
+    assert control.stall.state_dict()["rewards"] == [1.5]
+
+
+def test_a_batch_against_an_earlier_reference_is_measured_and_not_learned_from():
+    control = resetting_control()
+    policy, reference, mask = two_passes()
+    rollout = control.begin()
+    control.reset_reference()
+    before = control.state_dict()
+    control.add(rollout, control.measure(policy, reference), mask)
+    control.add_reward(rollout, 1.0, mask.device)
+    assert control.finish(rollout, one_process, train=True)["kl"] > 0
+    assert control.state_dict() == before
+
+
+def test_the_window_of_a_stall_is_restored():
+    control, fresh = resetting_control(), resetting_control()
+    one_batch(control, 1.0)
+    fresh.load_state_dict(json.loads(json.dumps(control.state_dict())), "checkpoint-4")
+    one_batch(fresh, 1.0)
+    assert fresh.reset_due
+    state = control.state_dict() | {"stall": {"rewards": "many"}}
+    with pytest.raises(ValueError, match="Cannot resume: the last batches in 'checkpoint-4' are not valid"):
         fresh.load_state_dict(state, "checkpoint-4")
 
 

@@ -51,6 +51,28 @@ def test_mixup_alpha_without_sync_is_refused(reference):
     assert "Set `kl_ref_sync_steps` to the number of steps" in message
 
 
+RESETTABLE = {"kl_penalty_reference_step"}
+
+
+@both_configs
+@pytest.mark.parametrize("reference", [None, *REFERENCES])
+@pytest.mark.parametrize("steered", [{"kl_target": 6.0}, {"kl_penalty_coef": 0.1}], ids=["target", "coefficient"])
+def test_only_an_earlier_policy_can_be_reset(config_class, reference, steered):
+    fields = {} if reference is None else {reference: REFERENCES[reference]}
+    fields |= {**steered, "kl_ref_reset_patience": 20, "kl_ref_reset_optimizer": True}
+    if reference is None or reference in RESETTABLE:
+        assert build(config_class, **fields).kl_ref_reset_patience == 20
+        return
+    message = refusal(config_class, **fields)
+    assert f"`kl_ref_reset_patience=20` cannot be used with `{reference}={REFERENCES[reference]!r}`" in message
+    assert f"Unset `{reference}`, set `kl_penalty_reference_step` instead" in message
+
+
+def test_clearing_the_optimizer_without_resets_is_refused():
+    message = refusal(kl_target=6.0, kl_ref_reset_optimizer=True)
+    assert "`kl_ref_reset_optimizer=True` has no effect without `kl_ref_reset_patience`" in message
+
+
 @pytest.mark.parametrize("reference", [None, *(name for name in REFERENCES if name != "kl_ref_model_path")])
 def test_dtype_without_a_model_is_refused(reference):
     fields = {} if reference is None else {reference: REFERENCES[reference]}
@@ -447,6 +469,8 @@ OTHERS = {
     "kl_ref_lag": numbers,
     "kl_ref_sync_steps": numbers,
     "kl_ref_mixup_alpha": numbers,
+    "kl_ref_reset_patience": numbers,
+    "kl_ref_reset_optimizer": st.sampled_from([True, False, None, 1]),
     "kl_placement": names("advantage", "reward", "loss"),
     "kl_estimator": names(*ESTIMATORS),
     "kl_centering": names(*CENTERINGS),
