@@ -12,6 +12,7 @@ from ..controllers.advice import KLAdviser
 from ..controllers.drift import DriftMonitor
 from ..references.base import KLReference
 from ..references.building import resolve_reference
+from .tracker_alerts import TrackerAlerts
 
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ class CountSteps(TrainerCallback):
     def __init__(self, control: KLControl):
         self.kl_control = control
         self._scheduled: list[float] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # The trackers stand before us in the list of callbacks, so their runs have begun.
+        if isinstance(self.kl_control.alert, TrackerAlerts):
+            self.kl_control.alert.flush()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -122,4 +130,5 @@ def build_kl_control(
         name=args.kl_controller_name,
         ignored=ignored,
         logger=LOGGER,
+        alert=TrackerAlerts(args),
     )
