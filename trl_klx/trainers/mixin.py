@@ -49,6 +49,7 @@ from .launch_check import check_launch
 from .model_card import add_kl_section, describe_kl
 from .ref_model import check_ref_model
 from .resumed_sampler import ResumeSampler
+from .trl_versions import TRL_HAS_EOS_TOKEN_IDS
 from .update_steps import UpdateStepsMixin
 
 
@@ -96,6 +97,8 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, KLX
             )
         check_ref_model(args, model, ref_model)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if not TRL_HAS_EOS_TOKEN_IDS:
+            self.eos_token_ids = [self._tokenizer.eos_token_id]
         check_launch(self.accelerator)
         policy = self.accelerator.unwrap_model(self.model)
         self._klx_prepare_policy(policy)
