@@ -1,12 +1,16 @@
 """
 Bias, variance and cost of every KL estimator.
 
-    python benchmarks/estimators.py                 # the statistics, then time and memory
-    python benchmarks/estimators.py --docs          # no measurement: write the JSON's tables into docs/choosing.md
+    python benchmarks/estimators.py                     # the statistics, then time and memory
+    python benchmarks/estimators.py --assets ASSETS     # the figures of docs/choosing.md
+    python benchmarks/estimators.py --docs              # no measurement: write the JSON's tables into docs/choosing.md
 
 Statistics: a pretrained model is fine-tuned on a few texts, and the change of its weights is scaled to several
 distances. It samples completions, and every estimator is compared with the exact KL in the visited states.
 Cost: scoring the reference for the sampled estimators, and for `full`.
+
+The pretrained model is the tiny one that `recipes/ppo_hh.py` builds, or with `--assets` the one that
+`benchmarks/stories.py` describes.
 """
 
 import argparse
@@ -51,7 +55,7 @@ ROWS, TOKENS = 4, 128
 
 
 def load_model(args):
-    if (args.assets / "stories260K").is_dir():
+    if args.assets is not None:
         path, data = args.assets / "stories260K", write_dataset(args.assets, args.output)
         rows = [json.loads(line) for line in data.read_text().splitlines()]
     else:
@@ -241,7 +245,7 @@ def format_costs(table: list[dict]) -> str:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--assets", type=Path, default=ROOT.parent / "shared" / "assets", help="folder of stories260K")
+    parser.add_argument("--assets", type=Path, help="folder of stories260K (default: the tiny model of ppo_hh.py)")
     parser.add_argument(
         "--cache", type=Path, default=ROOT / "outputs" / "hh_default", help="folder of the tiny models"
     )

@@ -11,7 +11,7 @@ python benchmarks/overhead.py --full --json overhead.json    # hours; can be sto
 python benchmarks/overhead.py --full --json overhead.json --tokens 64 256 --vocabulary 32000 --accumulation 1
 ```
 
-With `--json`, a figure next to the file shows how the cost grows with the length.
+The models are random and built by the script: their weights do not change what a step costs.
 """
 
 import argparse
@@ -288,51 +288,6 @@ def show_prediction(rows: list[tuple[str, dict, Costs]]) -> None:
         )
 
 
-def plot(rows: list[tuple[str, dict, Costs]], path: Path) -> None:
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        print("No figure: matplotlib is not installed.")
-        return
-    shapes = sorted({(case["vocabulary"], case["accumulation"]) for _, case, _ in rows})
-    labels = list(dict.fromkeys(f"{case['trainer']} {name}" for name, case, _ in rows))
-    lengths = sorted({case["tokens"] for _, case, _ in rows})
-    figure, axes = pyplot.subplots(
-        3, len(shapes), figsize=(4 * len(shapes) + 2, 9), squeeze=False, sharex=True, sharey="row"
-    )
-    for column, shape in enumerate(shapes):
-        for number, label in enumerate(labels):
-            points = [
-                (case["tokens"], costs)
-                for name, case, costs in rows
-                if (case["vocabulary"], case["accumulation"]) == shape and f"{case['trainer']} {name}" == label
-            ]
-            tokens = [length for length, _ in points]
-            style = {"color": f"C{number % 10}", "marker": "o" if label.startswith("GRPO") else "s", "markersize": 4}
-            drawn = (
-                [(c.of_pair("their_seconds"), c.of_pair("seconds")) for _, c in points],
-                [tuple(megabytes / 1024 for megabytes in reversed(c.megabytes)) for _, c in points],
-            )
-            for panel, values in zip(axes[:2, column], drawn, strict=True):
-                panel.plot(tokens, [theirs for theirs, _ in values], linestyle="--", alpha=0.5, **style)
-                panel.plot(tokens, [ours for _, ours in values], **style)
-            axes[2][column].plot(tokens, [c.time for _, c in points], label=label, **style)
-        axes[0][column].set_title(f"vocabulary {shape[0]}, accumulation {shape[1]}")
-        axes[2][column].axhline(1.0, color="black", linewidth=0.5)
-        axes[2][column].set_xlabel("completion tokens")
-    for panel, label in zip(axes[:, 0], ("CPU s per step", "peak memory, GB", "time, KLX / TRL"), strict=True):
-        panel.set_ylabel(label)
-    for panel in axes[:2, 0]:
-        panel.set_ylim(bottom=0.0)
-    axes[2][0].set_xticks(lengths)
-    axes[2][0].set_ylim(0.8, 1.2)
-    figure.suptitle("KLX solid, TRL dashed")
-    figure.legend(*axes[2][0].get_legend_handles_labels(), fontsize=8, loc="center right")
-    figure.tight_layout(rect=(0, 0, 1 - 1.6 / figure.get_figwidth(), 1))
-    figure.savefig(path, dpi=120)
-    print(f"figure: {path}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -376,8 +331,6 @@ def main() -> None:
     rows = [row for row in rows if row[2].complete]
     show(rows)
     show_prediction(rows)
-    if options.json and rows:
-        plot(rows, options.json.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ rounding is measured; and on a copy with noise on its weights, where the KL in f
 The model needs no training loop: completions are sampled from the fp32 policy, and both models score them as the
 trainers do, in fp32 log-probs.
 
+The model is any causal language model, a folder or a Hub id. The figures in the docs come from `stories260K`, see
+`benchmarks/stories.py`.
+
 ```bash
 python benchmarks/reference_dtype.py --model stories260K
 ```
@@ -71,7 +74,7 @@ def moved(model, scale: float):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a causal language model")
+    parser.add_argument("--model", required=True, help="a causal language model: a folder or a Hub id")
     options = parser.parse_args()
     policy = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     ids = sample(policy, policy.config.bos_token_id)

@@ -1,4 +1,15 @@
-"""A small pretrained model as a benchmark task: TinyStories prompts, and a reward for happy text."""
+"""
+A small pretrained model as a benchmark task: TinyStories prompts, and a reward for happy text.
+
+Benchmarks with `--assets FOLDER` expect in it
+
+- `stories260K`: Karpathy's model of that name, 260K parameters, MIT licence, from
+  https://huggingface.co/karpathy/tinyllamas, as a transformers checkpoint (a `LlamaForCausalLM` and its tokenizer,
+  with `<s>` as `eos_token`);
+- `text/tinystories_400k.txt`: 400,000 characters of https://huggingface.co/datasets/roneneldan/TinyStories.
+
+The reward needs PyPI's `vaderSentiment`.
+"""
 
 import json
 from pathlib import Path

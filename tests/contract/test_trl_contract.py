@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import trl
+from packaging.version import Version
 from peft import PeftModel
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
@@ -141,8 +142,8 @@ def test_log_prob_method(trainer_class, tmp_path):
     expected = torch.log_softmax(logits, dim=-1).gather(2, ids[:, -keep:].unsqueeze(2)).squeeze(2)
     counts = mask[:, -keep:].bool()
     torch.testing.assert_close(chunked[0][counts], expected[counts], atol=1e-5, rtol=0)
-    # Masked positions hold 0, and so cannot spoil a masked sum.
-    assert (chunked[0][~counts] == 0).all()
+    # Masked positions hold 0 since TRL 1.14, and so cannot spoil a masked sum. Before, they hold anything.
+    assert Version(trl.__version__) < Version("1.14") or (chunked[0][~counts] == 0).all()
 
 
 def build_like(model):

@@ -102,6 +102,7 @@ class KLXCheckpointMixin(_Host):
         trial = copy.copy(self.kl_control)
         for name in ("controller", "drift", "adviser", "clock", "stall"):
             setattr(trial, name, copy.deepcopy(getattr(trial, name)))  # all of them are plain numbers
+        trial.alert = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come when the state is restored
             _load_control(trial, state, checkpoint)

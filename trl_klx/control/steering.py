@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..controllers.advice import KLAdviser
@@ -34,6 +34,8 @@ class Steering:
             Whether the controller scales the learning rate too.
         logger (`logging.Logger` or `logging.LoggerAdapter`, *optional*):
             Where warnings and advice go. If unset, the logger of this module.
+        alert (`Callable[[str], None]`, *optional*):
+            Gets every warning of a running training too, for the alerts of a tracker.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Steering:
         penalises: bool = True,
         guards_lr: bool = False,
         logger: "logging.Logger | logging.LoggerAdapter[logging.Logger] | None" = None,
+        alert: Callable[[str], None] | None = None,
     ):
         self.controller = controller
         self.name = name
@@ -59,6 +62,7 @@ class Steering:
         self.guards_lr = guards_lr
         self.clock = StepClock()
         self.logger = logging.getLogger(__name__) if logger is None else logger
+        self.alert = alert
         self._first_state = controller.state_dict()
 
     def learn(self, batch: BatchMeasurement, coef: float) -> None:
@@ -78,6 +82,7 @@ class Steering:
         for text in (warning, advice):
             if text is not None:
                 self.logger.warning(text)
+                self._send(text)
 
     def start_over(self) -> None:
         """Forget what was measured, as before the first batch. Advice that was given is not given again."""
@@ -93,6 +98,10 @@ class Steering:
         if self.adviser is not None:
             summary = self.adviser.summary()
             self.logger.log(logging.INFO if summary.startswith("KL held") else logging.WARNING, summary)
+
+    def _send(self, text: str) -> None:
+        if self.alert is not None:
+            self.alert(text)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain JSON values."""
@@ -131,11 +140,12 @@ class Steering:
         settings = {"name": self.name, "init_coef": self.controller.init_coef}
         changed = {key: saved.get(key) for key, value in settings.items() if saved.get(key) != value}
         if changed:
-            warnings.warn(
+            text = (
                 f"The KL controller was changed since the checkpoint {source!r} ({changed} then, {settings} now): it "
-                "starts from the config.",
-                stacklevel=4,
+                "starts from the config."
             )
+            warnings.warn(text, stacklevel=4)
+            self._send(text)
             return
         try:
             self.controller.load_state_dict(saved.get("state"))  # type: ignore[arg-type]

@@ -4,9 +4,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+import trl
 from torch import nn
 
 from ..control.placements import Batch
+from ..trainers.trl_versions import TRL_HAS_EOS_TOKEN_IDS
 from .reward_scaling import RewardScaler
 from .stop_strings import generate_until, holds_text
 
@@ -34,6 +36,12 @@ class ScoringMixin(_Host):
         """Let `stop_token_id` end a completion, as EOS does."""
         stop = self.args.stop_token_id
         if stop is not None and stop not in self.eos_token_ids:
+            if not TRL_HAS_EOS_TOKEN_IDS:
+                raise ValueError(
+                    f"`stop_token_id={stop}` needs TRL 1.14.2 or newer: TRL {trl.__version__} ends a completion at "
+                    f"the tokenizer's EOS token alone, which is {self.eos_token_ids[0]}. Set `stop_strings`, or "
+                    "make it the tokenizer's `eos_token`."
+                )
             # Not in place, because the policy's own generation config may hold the same list.
             self.eos_token_ids = [*self.eos_token_ids, stop]
             self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from accelerate.logging import get_logger
@@ -13,65 +13,14 @@ from ..control.steering import Steering
 from ..controllers.advice import KLAdviser
 from ..controllers.base import BatchMeasurement, KLController
 from ..controllers.registry import get_kl_controller, get_kl_controller_class
+from .driven_trainers import LOGGED_KLS, REFUSED_TRAINERS, LoggedKL
 from .field_rules import doubt_target
+from .tracker_alerts import TrackerAlerts
 
 
 # Key of our state in `trainer_state.json`. It is deliberately not a class name: transformers would build a callback
 # from that, and such a callback would not know its trainer.
 STATE_KEY = "klx"
-
-
-@dataclass(frozen=True)
-class LoggedKL:
-    """
-    How a trainer logs the KL between its policy and its reference.
-
-    Attributes:
-        key (`str`):
-            Name in the training log.
-        completions_per_row (`int`):
-            Completions that the trainer samples for each row of its batch.
-    """
-
-    key: str
-    completions_per_row: int = 1
-
-
-# Both tables are keyed by class name, because importing TRL's experimental trainers just to recognise them is slow and
-# prints warnings. A name that the installed TRL does not have matches nothing.
-
-# Trainers that penalise KL(policy || reference) with `beta`, and log this KL on samples from the policy.
-LOGGED_KLS = {
-    "GRPOTrainer": LoggedKL("kl"),
-    "GMPOTrainer": LoggedKL("kl"),
-    "RLOOTrainer": LoggedKL("kl"),
-    "OnlineDPOTrainer": LoggedKL("objective/kl", completions_per_row=2),
-}
-
-_PREFERENCES = "it logs no KL, because it learns from completions that the policy did not sample"
-_DISTILLATION = "its `beta` chooses a divergence between student and teacher, and is no coefficient of a KL penalty"
-_NO_REFERENCE = "its loss has no reference model from which a KL could be measured"
-
-# Trainers that have a `beta` but log no such KL, each with the reason.
-REFUSED_TRAINERS = {
-    "KTOTrainer": (
-        "its `kl` is not the policy's: it compares policy and reference on completions of the dataset that are paired "
-        "with the wrong prompts, and is a baseline of the loss"
-    ),
-    "XPOTrainer": "half of the samples in its `objective/kl` come from the reference",
-    "MiniLLMTrainer": "its loss does not use `beta`, and it logs no KL to a reference",
-    "SDPOTrainer": "its loss does not use `beta`, and it logs no KL to a reference",
-    "BCOTrainer": _PREFERENCES,
-    "DPOTrainer": _PREFERENCES,
-    "CPOTrainer": _NO_REFERENCE,
-    "ORPOTrainer": _NO_REFERENCE,
-    "TPOTrainer": _NO_REFERENCE,
-    "DistillationTrainer": _DISTILLATION,
-    "GKDTrainer": _DISTILLATION,
-    "GOLDTrainer": _DISTILLATION,
-    "IWOPDTrainer": _DISTILLATION,
-    "ServerDistillationTrainer": _DISTILLATION,
-}
 
 
 class KLXCallback(TrainerCallback):
@@ -137,8 +86,14 @@ class KLXCallback(TrainerCallback):
             warnings.warn(f"`target={built.target!r}` {doubt}", stacklevel=2)
         name = controller if isinstance(controller, str) else type(controller).__name__
         adviser = None if built.target is None else KLAdviser(built.target, name, built.max_coef, guarded=True)
+        self._alerts = TrackerAlerts(trainer.args)
         self.steering = Steering(
-            built, name=name, target=built.target, adviser=adviser, logger=get_logger(Steering.__module__)
+            built,
+            name=name,
+            target=built.target,
+            adviser=adviser,
+            logger=get_logger(Steering.__module__),
+            alert=self._alerts,
         )
         self.kl_key = logged.key
         args = trainer.args
@@ -214,6 +169,7 @@ class KLXCallback(TrainerCallback):
                 f"{', '.join(sorted(logs))}. Name its KL in `kl_key`; a trainer that logs none cannot be driven."
             )
         self._seen_kl = True
+        self._alerts.flush()  # of a resume, when no tracker had begun
         added = {"klx/coef": self.controller.value}
         if self.controller.target is not None:
             added["klx/target"] = self.controller.target

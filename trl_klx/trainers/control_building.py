@@ -13,6 +13,7 @@ from ..controllers.drift import DriftMonitor
 from ..controllers.stall import StallMonitor
 from ..references.base import KLReference
 from ..references.building import resolve_reference
+from .tracker_alerts import TrackerAlerts
 
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ class CountSteps(TrainerCallback):
     def __init__(self, control: KLControl):
         self.kl_control = control
         self._scheduled: list[float] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # The trackers stand before us in the list of callbacks, so their runs have begun.
+        if isinstance(self.kl_control.alert, TrackerAlerts):
+            self.kl_control.alert.flush()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -125,4 +133,5 @@ def build_kl_control(
         ignored=ignored,
         stall=None if patience is None else StallMonitor(patience, args.kl_target),
         logger=LOGGER,
+        alert=TrackerAlerts(args),
     )

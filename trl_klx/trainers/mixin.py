@@ -51,6 +51,7 @@ from .no_reward import check_teacher, no_reward
 from .ref_model import check_ref_model
 from .reference_resets import ReferenceResetsMixin
 from .resumed_sampler import ResumeSampler
+from .trl_versions import TRL_HAS_EOS_TOKEN_IDS
 from .update_steps import UpdateStepsMixin
 
 
@@ -102,6 +103,8 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
             check_teacher(args, ref_model)
             reward_funcs = no_reward
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if not TRL_HAS_EOS_TOKEN_IDS:
+            self.eos_token_ids = [self._tokenizer.eos_token_id]
         check_launch(self.accelerator)
         policy = self.accelerator.unwrap_model(self.model)
         self._klx_prepare_policy(policy)

@@ -6,7 +6,6 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
-from importlib.util import find_spec
 
 import pytest
 from trl import GRPOTrainer
@@ -54,32 +53,76 @@ def test_tensorboard_sees_what_the_callback_adds(tensorboard, tmp_path):
     assert scalars["train/klx/target"] == pytest.approx([0.01] * 3)
 
 
-TRACKIO_RUN = """
+# A step that is too long for its target, a KL above it and a bound that is reached; then a resume with another
+# controller, which starts from the config.
+TRACKED_RUN = """
 import json, sys
 from support.tiny import build_trainer
 from trl_klx import KLXGRPOTrainer
 
-trainer = build_trainer(
-    KLXGRPOTrainer, sys.argv[1], report_to=["trackio"], project="klx", kl_penalty_coef=0.1, kl_target=0.5
-)
-trainer.train()
-open(sys.argv[2], "w").write(json.dumps(trainer.state.log_history))
+tracker, folder, history, step = sys.argv[1:]
+fields = {"kl_target": 0.05, "kl_coef_max": 0.2, "learning_rate": 5e-2, "max_steps": 30, "save_strategy": "steps"}
+fields |= {"save_steps": 30, "kl_controller": "hold"}
+if step == "resumed":
+    fields |= {"kl_controller": "adaptive", "kl_penalty_coef": 0.1, "max_steps": 32}
+trainer = build_trainer(KLXGRPOTrainer, folder, report_to=[tracker], project="klx", **fields)
+trainer.train(resume_from_checkpoint=step == "resumed")
+open(history, "w").write(json.dumps(trainer.state.log_history))
 """
+
+
+def run_tracked(tracker, tmp_path, step, **variables) -> tuple[list[dict], str]:
+    """Train with a tracker in a separate process, because trackers read their settings when they are imported."""
+    environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    history = tmp_path / "history.json"
+    command = [sys.executable, "-c", TRACKED_RUN, tracker, str(tmp_path / "out"), str(history), step]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(history.read_text()), result.stderr
+
+
+def warnings_of(stderr: str) -> list[str]:
+    """The warnings of the controller in what a run has printed."""
+    starts = ("The coefficient has been at its bound", "The mean KL of the last", "The 1 optimizer steps")
+    lines = (line.partition("] ")[2] for line in stderr.splitlines() if line.startswith("[RANK 0]"))
+    return [line for line in lines if line.startswith(starts)]
 
 
 @pytest.mark.slow
 def test_trackio(tmp_path):
-    if find_spec("trackio") is None:
-        pytest.skip("trackio is not installed")
-    # In a separate process, because trackio reads its folder when TRL imports it.
-    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", TRACKIO_RUN, str(tmp_path / "out"), str(tmp_path / "history.json")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-4000:]
-    history = json.loads((tmp_path / "history.json").read_text())
+    pytest.importorskip("trackio")
+    settings = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    history, stderr = run_tracked("trackio", tmp_path, "first", **settings)
     with closing(sqlite3.connect(tmp_path / "trackio" / "klx.db")) as database:
         rows = [json.loads(row) for (row,) in database.execute("select metrics from metrics order by id")]
+        alerts = database.execute("select title, text, level from alerts order by id").fetchall()
     for name in NAMES:
         logged = [entry[f"klx/{name}"] for entry in history if f"klx/{name}" in entry]
         found = [row[f"train/klx/{name}"] for row in rows if f"train/klx/{name}" in row]
-        assert len(logged) == 3 and found == pytest.approx(logged, rel=1e-6), name
+        assert len(logged) == 30 and found == pytest.approx(logged, rel=1e-6), name
+    told = warnings_of(stderr)
+    assert any("at its bound of 0.2" in text for text in told) and len(told) >= 2
+    assert alerts == [("KL control", text, "warn") for text in told]
+
+    run_tracked("trackio", tmp_path, "resumed", **settings)
+    with closing(sqlite3.connect(tmp_path / "trackio" / "klx.db")) as database:
+        later = [text for (text,) in database.execute("select text from alerts order by id")][len(alerts) :]
+    assert len([text for text in later if "The KL controller was changed since the checkpoint" in text]) == 1
+
+
+@pytest.mark.slow
+def test_wandb_gets_the_same_alerts(tmp_path):
+    pytest.importorskip("wandb")
+    _, stderr = run_tracked("wandb", tmp_path, "first", WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
+    told = warnings_of(stderr)
+    (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    sent = record.read_bytes()
+    assert len(told) >= 2
+    for text in told:
+        assert text.encode() in sent
+
+
+def test_a_run_without_such_a_tracker_sends_nothing(tmp_path):
+    trainer = build_trainer(KLXGRPOTrainer, tmp_path, **FIELDS)
+    trainer.kl_control.alert("a warning")
+    assert trainer.kl_control.alert._waiting == {}

@@ -196,7 +196,8 @@ def test_loss_placement_equals_beta_of_trl(adapter, batching, tmp_path):
         "extras": LORA if adapter == "lora" else {},
         **batching,
     }
-    theirs = train(GRPOTrainer, tmp_path, beta=0.2, **fields)
+    # The default since TRL 1.10.
+    theirs = train(GRPOTrainer, tmp_path, beta=0.2, use_bias_correction_kl=True, **fields)
     ours = train(KLXGRPOTrainer, tmp_path, kl_penalty_coef=0.2, kl_placement="loss", **fields)
     assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=0, abs=1e-6)
     # Also logged under TRL's name, once per rollout. Over several micro-batches TRL's value is a mean of means.

@@ -25,6 +25,7 @@ from support.tiny_ppo import (
 )
 from support.value_checks import ADAPTERS, parts
 from trl_klx import KLXPPOConfig, KLXPPOTrainer
+from trl_klx.trainers.trl_versions import TRL_HAS_EOS_TOKEN_IDS
 
 
 # ---- num_layers_unfrozen ----
@@ -262,6 +263,14 @@ def test_reference_model_without_a_kl_warns(tmp_path):
 # ---- Stops ----
 
 
+@pytest.mark.skipif(TRL_HAS_EOS_TOKEN_IDS, reason="this TRL can end completions at several tokens")
+def test_stop_token_is_refused_by_an_old_trl(tmp_path):
+    with pytest.raises(ValueError, match="needs TRL 1.14.2"):
+        train_ppo(tmp_path, stop_token_id=7)
+    assert train_ppo(tmp_path, stop_token_id=EOS).eos_token_ids == [EOS]
+
+
+@pytest.mark.skipif(not TRL_HAS_EOS_TOKEN_IDS, reason="before 1.14.2 TRL ends completions at EOS alone")
 def test_stop_token_ends_completions(tmp_path):
     trainer = train_ppo(
         tmp_path, RecordingPPOTrainer, stop_token_id=7, max_completion_length=24, per_device_train_batch_size=16,
