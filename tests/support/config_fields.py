@@ -14,6 +14,7 @@ FIELDS = {
     "kl_ref_adapter_path": (None, "some/adapter"),
     "kl_ref_model_path": (None, "some/model"),
     "kl_ref_dtype": (None, "bfloat16"),
+    "kl_ref_quantization": (None, "4bit"),
     "kl_ref_lag": (None, 2),
     "kl_ref_sync_steps": (None, 4),
     "kl_ref_mixup_alpha": (None, 0.5),

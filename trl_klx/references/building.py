@@ -45,6 +45,9 @@ class ReferenceArgs(Protocol):
     def kl_ref_dtype(self) -> str | None: ...
 
     @property
+    def kl_ref_quantization(self) -> str | None: ...
+
+    @property
     def kl_ref_mixup_alpha(self) -> float | None: ...
 
     @property
@@ -191,8 +194,14 @@ class ReferenceBuilder:
         # Where a folder lies on this machine is no part of what the model is.
         name = os.path.basename(os.path.abspath(folder)) if os.path.isdir(folder) else path
         identity = {"kind": "model", "path": name, "dtype": str(torch_dtype).removeprefix("torch.")}
+        quantization = self.args.kl_ref_quantization
+        if quantization is not None:
+            self.check_not_sharded(f"kl_ref_quantization={quantization!r}")
+            identity |= {"quantization": quantization}
         try:
-            model = load_reference_model(folder, self.policy, torch_dtype, self.tokenizer)
+            model = load_reference_model(
+                folder, self.policy, torch_dtype, self.tokenizer, quantization, self.accelerator.device
+            )
             return self._separate_model(model, identity)
         except UnusableModelError as error:
             raise ValueError(f"Cannot use the model at {path!r} as KL reference: {error}") from error
@@ -243,6 +252,15 @@ class ReferenceBuilder:
         return {id(weight) for name in names for weight in adapter_tensors(self.peft_policy, name).values()}
 
     # ---- Checks ----
+
+    def check_not_sharded(self, setting: str) -> None:
+        """Refuse a setting whose weights FSDP and DeepSpeed could not shard."""
+        state = self.accelerator.state
+        if any(getattr(state, name, None) is not None for name in ("fsdp_plugin", "deepspeed_plugin")):
+            raise ValueError(
+                f"`{setting}` cannot be used with FSDP or DeepSpeed, which shard the reference like the policy. Unset "
+                "it, or launch with DDP."
+            )
 
     def check_base_is_frozen(self) -> None:
         """Refuse a policy that trains base weights, which would change the reference too."""

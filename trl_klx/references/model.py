@@ -67,6 +67,8 @@ class ModelReference(KLReference):
 
 def _prepare(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     prepared: nn.Module
+    if getattr(model, "is_quantized", False):
+        return model  # it was loaded to its device, and is sharded by no engine
     fsdp_plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         prepared = prepare_deepspeed(model, accelerator)

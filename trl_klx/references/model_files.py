@@ -13,6 +13,7 @@ from .adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from .adapter_files import find_folder
 from .finite import weight_fault
 from .peft_adapters import causal_lm, rng_kept
+from .quantization import file_fault, has_bitsandbytes, quantization_settings
 from .sharding import broadcast_from_main, join_parts
 
 
@@ -41,7 +42,14 @@ class UnusableModelError(Exception):
     """A model cannot serve as a reference; the message says why."""
 
 
-def load_reference_model(path: str, policy: nn.Module, dtype: torch.dtype, tokenizer: Any) -> nn.Module:
+def load_reference_model(
+    path: str,
+    policy: nn.Module,
+    dtype: torch.dtype,
+    tokenizer: Any,
+    quantization: str | None = None,
+    device: torch.device | None = None,
+) -> nn.Module:
     """
     Load the model at `path`. Only safetensors files are read, and only classes of transformers are used. Everything
     that can be checked without the weights is checked before they are loaded.
@@ -55,6 +63,10 @@ def load_reference_model(path: str, policy: nn.Module, dtype: torch.dtype, token
             Dtype of the loaded weights.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`] or `None`):
             Tokenizer of the policy. If the folder has a tokenizer, its vocabulary must be the same.
+        quantization (`str`, *optional*):
+            `"4bit"` or `"8bit"`. If unset, the weights stay whole.
+        device (`torch.device`, *optional*):
+            Device of a quantized model, which cannot be moved later.
     """
     folder = local_model_folder(path)
     config = _read_config(folder)
@@ -67,6 +79,15 @@ def load_reference_model(path: str, policy: nn.Module, dtype: torch.dtype, token
     settings: dict[str, Any] = {"dtype": dtype}
     if type(config) is type(base.config):
         settings["attn_implementation"] = base.config._attn_implementation
+    if quantization is not None:
+        if not has_bitsandbytes():
+            raise UnusableModelError(
+                f"`kl_ref_quantization={quantization!r}` needs bitsandbytes: `pip install bitsandbytes`."
+            )
+        fault = file_fault(folder)
+        if fault is not None:
+            raise UnusableModelError(fault)
+        settings |= quantization_settings(quantization, dtype, device or torch.device("cpu"))
     try:
         with rng_kept(policy):
             model, info = _model_class(config).from_pretrained(

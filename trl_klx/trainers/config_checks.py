@@ -27,6 +27,7 @@ MONITOR_FIELDS = {
     *REFERENCE_FIELDS,
     "kl_ignore_tokens",
     "kl_ref_dtype",
+    "kl_ref_quantization",
     "kl_ref_mixup_alpha",
     "kl_statistic",
     "kl_target",
@@ -75,6 +76,11 @@ class KLConfigChecks(KLFields, _Host):
                 f"`kl_ref_dtype={self.kl_ref_dtype!r}` has no effect without `kl_ref_model_path`: every other "
                 "reference has the dtype of the policy, and a `ref_model` the one that you loaded it in. Set "
                 "`kl_ref_model_path`, or unset `kl_ref_dtype`."
+            )
+        if self.kl_ref_quantization is not None and self.kl_ref_model_path is None:
+            raise ValueError(
+                f"`kl_ref_quantization={self.kl_ref_quantization!r}` has no effect without `kl_ref_model_path`. Set "
+                "that, or unset `kl_ref_quantization`. A `ref_model` may be quantized when you load it."
             )
         self._validate_resets(chosen)
         if self.kl_penalty_enabled and getattr(self, "beta", 0.0) != 0.0:

@@ -9,6 +9,7 @@ from ..maths.estimators import KL_ESTIMATORS, KL_UNITS
 KL_CENTERINGS = ("batch", "microbatch", "group", "sequence", "none")
 KL_STATISTICS = ("k3", "full")
 KL_REF_DTYPES = ("float32", "bfloat16", "float16")
+KL_REF_QUANTIZATIONS = ("4bit", "8bit")
 
 
 def one_of(choices: Collection[str], remedy: str = "Set it to one of them.") -> FieldRule:
@@ -57,6 +58,7 @@ KL_RULES = {
     "kl_ref_adapter_path": _PATH,
     "kl_ref_model_path": _PATH,
     "kl_ref_dtype": one_of(KL_REF_DTYPES, "Leave it unset for the policy's."),
+    "kl_ref_quantization": one_of(KL_REF_QUANTIZATIONS, "Leave it unset to keep the weights whole."),
     "kl_ref_lag": number(">= 1", 1, "Leave it unset for a fixed reference.", kind=int),
     "kl_ref_sync_steps": number(">= 1", 1, "Leave it unset for a fixed reference.", kind=int),
     "kl_ref_mixup_alpha": number("in (0, 1]", 0.0, "Leave it unset to copy at each refresh.", 1.0, above=True),

@@ -8,7 +8,7 @@ from ..control.placements import Placement, get_placement
 from ..controllers.base import KLController
 from ..controllers.registry import get_kl_controller, get_kl_controller_class, list_kl_controllers
 from ..maths.estimators import KL_UNITS
-from .field_rules import KL_CENTERINGS, KL_REF_DTYPES, KL_STATISTICS
+from .field_rules import KL_CENTERINGS, KL_REF_DTYPES, KL_REF_QUANTIZATIONS, KL_STATISTICS
 
 
 def _kl_field(default: Any, help: str, choices: Iterable[str] = ()) -> Any:
@@ -52,6 +52,9 @@ class KLFields:
         kl_ref_dtype (`str`, *optional*):
             With `kl_ref_model_path`: dtype of the reference, `"float32"`, `"bfloat16"` or `"float16"`. If unset, the
             policy's.
+        kl_ref_quantization (`str`, *optional*):
+            With `kl_ref_model_path`: load the reference in `"4bit"` (NF4) or `"8bit"`, by bitsandbytes. If unset, its
+            weights stay whole.
         kl_ref_lag (`int`, *optional*):
             Moving reference: the policy as it was this many optimizer steps ago.
         kl_ref_sync_steps (`int`, *optional*):
@@ -134,6 +137,12 @@ class KLFields:
     )
     kl_ref_dtype: str | None = _kl_field(
         None, "With `kl_ref_model_path`: dtype of the reference. If unset, the policy's.", KL_REF_DTYPES
+    )
+    kl_ref_quantization: str | None = _kl_field(
+        None,
+        "With `kl_ref_model_path`: load the reference in 4 or 8 bits, by bitsandbytes. If unset, its weights stay "
+        "whole.",
+        KL_REF_QUANTIZATIONS,
     )
     kl_ref_lag: int | None = _kl_field(None, "Moving reference: the policy as it was this many optimizer steps ago.")
     kl_ref_sync_steps: int | None = _kl_field(

@@ -30,6 +30,7 @@ from support.tiny import (
     history,
     logged,
     lora,
+    scripted_rollout,
     trained_lora,
     weights,
 )
@@ -403,3 +404,53 @@ def test_gpt2_names(tmp_path):
     trainer = build(tmp_path / "run", kl_ref_model_path=place, max_steps=1)
     trainer.train()
     assert_used(trainer.seen[0], GPT2LMHeadModel.from_pretrained(place))
+
+
+# ---- Quantization ----
+
+
+def save_teacher(folder, **overrides) -> str:
+    build_model(seed=3, hidden_size=64, intermediate_size=128, **overrides).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("bits", "layer"), [("4bit", "Linear4bit"), ("8bit", "Linear8bitLt")])
+def test_a_quantized_reference(bits, layer, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    path = save_teacher(tmp_path / "teacher")
+    runs = {
+        quantization: build_trainer(
+            KLXGRPOTrainer,
+            tmp_path / "run",
+            kl_penalty_coef=0.1,
+            kl_ref_model_path=path,
+            kl_ref_quantization=quantization,
+            extras={"rollout_func": scripted_rollout},
+        )
+        for quantization in (None, bits)
+    }
+    for trainer in runs.values():
+        trainer.train()
+    reference = runs[bits].kl_reference
+    assert reference.identity["quantization"] == bits and "quantization" not in runs[None].kl_reference.identity
+    assert type(reference.model.model.layers[0].mlp.up_proj).__name__ == layer
+    # About the same KL, and not the same.
+    whole, quantized = (logged(trainer, "klx/kl")[0] for trainer in runs.values())
+    assert quantized == pytest.approx(whole, rel=0.5) and quantized != whole
+
+
+def test_a_quantized_reference_without_finite_weights_is_refused(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    model = build_model(seed=3)
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "teacher")
+    fields = {"kl_ref_model_path": str(tmp_path / "teacher"), "kl_ref_quantization": "4bit"}
+    with pytest.raises(ValueError, match="up_proj.weight' holds NaN"):
+        build_trainer(KLXGRPOTrainer, tmp_path, kl_penalty_coef=0.1, **fields)
+
+
+def test_quantization_needs_bitsandbytes(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_klx.references.model_files.has_bitsandbytes", lambda: False)
+    fields = {"kl_ref_model_path": save_teacher(tmp_path / "teacher"), "kl_ref_quantization": "8bit"}
+    with pytest.raises(ValueError, match="`kl_ref_quantization='8bit'` needs bitsandbytes"):
+        build_trainer(KLXGRPOTrainer, tmp_path, kl_penalty_coef=0.1, **fields)

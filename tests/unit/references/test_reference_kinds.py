@@ -38,7 +38,7 @@ def registry():
 def settings(tmp_path: Path, **fields) -> SimpleNamespace:
     """The config fields that references read."""
     common = {"output_dir": str(tmp_path), "kl_estimator": "k1", "kl_statistic": "k3", "kl_ref_mixup_alpha": None}
-    common |= {"kl_ref_reset_patience": None}
+    common |= {"kl_ref_reset_patience": None, "kl_ref_quantization": None}
     return SimpleNamespace(**(common | fields))
 
 
