@@ -8,10 +8,13 @@ CONSTRAINTS := .ci/constraints.txt
 WORKERS ?= auto
 SOURCES := trl_klx recipes benchmarks tests docs .ci
 BENCHMARKS := scans reference_memory robustness estimators overhead ppo soak
-OLDEST_TRL := 1.14.2
-OLDEST := $(VENV)/oldest-trl
-OLDEST_TESTS := tests/contract tests/trainers/grpo tests/trainers/rloo tests/trainers/ppo/test_ppo_padding.py \
-	$(addprefix tests/trainers/common/test_,callbacks.py cards.py completions.py)
+# The oldest TRL that is supported, and the last one with another LM head than the newest.
+OLD_TRLS := 1.9.0 1.14.2
+OLD := $(VENV)/trl-
+OLD_TESTS := $(addprefix tests/contract/test_,trl_contract.py parity.py upstream.py) \
+	$(addprefix tests/trainers/,grpo/test_grpo.py rloo/test_rloo.py ppo/test_ppo.py ppo/test_ppo_references.py) \
+	$(addprefix tests/trainers/common/test_,callbacks.py references.py) \
+	$(addprefix tests/resume/test_,resume.py ppo_resume.py)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -28,9 +31,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: $(STAMP)
 	$(BIN)/accelerate launch --cpu --num_processes 1 recipes/ppo_hh.py
 
-# The oldest TRL that is supported, laid over the same environment.
-$(OLDEST)/.installed: $(STAMP)
-	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OLDEST) trl==$(OLDEST_TRL)
+# An older TRL, laid over the same environment.
+.PRECIOUS: $(OLD)%/.installed
+$(OLD)%/.installed: $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OLD)$* trl==$*
 	touch $@
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
@@ -43,8 +47,10 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not nightly"
 
-test-oldest: $(STAMP) $(OLDEST)/.installed
-	KLX_EXPECTED_TRL=$(OLDEST_TRL) PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow and not nightly" $(OLDEST_TESTS)
+test-oldest: $(addprefix test-trl-,$(OLD_TRLS))
+
+test-trl-%: $(OLD)%/.installed
+	KLX_EXPECTED_TRL=$* PYTHONPATH=$(OLD)$* $(PYTEST) -m "not slow and not nightly" $(OLD_TESTS)
 
 # What the newest TRL changed in the methods that we depend on.
 upstream: $(STAMP)

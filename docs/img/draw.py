@@ -37,13 +37,26 @@ def draw_estimators(path: Path) -> None:
     policies = torch.log_softmax(tilts[:, None] * preference, dim=1)  # (tilt, symbol)
     references = reference.expand_as(policies)
     true_kl = (policies.exp() * (policies - references)).sum(1)
-    for kind in ("k1", "k2", "k3", "abs", "trlx", "importance"):
-        left.plot(ratios, estimate_kl(ratios, torch.zeros_like(ratios), kind), label=kind)
+    # Line style, and where the label stands on the left and on the right.
+    kinds = {
+        "k1": ("-", (-2.3, -1.6), (1.14, 0.55)),
+        "k2": ("--", (-2.9, 3.3), (1.14, 0.85)),
+        "k3": ("-.", (-2.75, 5.3), (1.14, 1.12)),
+        "abs": (":", (-2.95, 2.5), (1.14, 1.45)),
+        "trlx": ((0, (5, 1, 1, 1, 1, 1)), (2.15, 4.6), (1.14, 2.0)),
+        "importance": ((0, (1, 3)), (-0.6, 5.3), (0.42, 4.6)),
+    }
+    for number, (kind, (style, here, there)) in enumerate(kinds.items()):
+        look = {"linestyle": style, "color": f"C{number}", "linewidth": 1.8}
+        left.plot(ratios, estimate_kl(ratios, torch.zeros_like(ratios), kind), **look)
         mean = (policies.exp() * estimate_kl(policies, references, kind)).sum(1)
-        right.plot(true_kl, mean, label=kind, linestyle="--" if kind == "k3" else "-")
-    left.set(title="value at one token", xlabel="log-ratio, policy minus reference", ylabel="nats", ylim=(-2.6, 6))
-    right.set(title="mean over the policy's tokens", xlabel="true KL (nats)", ylabel="nats", ylim=(0, 6))
-    left.legend(fontsize="small")
+        right.plot(true_kl, mean, **look)
+        for axis, place in ((left, here), (right, there)):
+            axis.text(*place, kind, color=look["color"], fontsize="large")
+    left.set(title="value at one token", xlabel="log-ratio, policy minus reference (nats)", ylabel="value (nats)")
+    left.set(xlim=(-3.1, 3.1), ylim=(-2.6, 6))
+    right.set(title="mean over the policy's tokens", xlabel="true KL (nats)", ylabel="mean (nats)", ylim=(0, 6))
+    right.set(xlim=(0, 1.32))
     save(figure, path)
 
 
@@ -58,10 +71,11 @@ def draw_placements(path: Path) -> None:
     for axis, row, title in zip(figure.subplots(1, 2, sharey=True), (0, 1), ("good", "bad"), strict=True):
         tokens = np.arange(kl.shape[1])
         axis.bar(tokens - 0.25, advantages[row].expand(6), 0.25, label="no penalty", color="0.75")
-        axis.bar(tokens, adjusted[row], 0.25, label='"advantage": each token for itself')
-        axis.bar(tokens + 0.25, whole[row].expand(6), 0.25, label='"reward": all tokens alike')
+        axis.bar(tokens, adjusted[row], 0.25, label='"advantage": each token for itself', hatch="//")
+        axis.bar(tokens + 0.25, whole[row].expand(6), 0.25, label='"reward": all tokens alike', hatch="..")
         axis.set_title(f"completion with a {title} reward")
-        axis.set_xticks(tokens, [f"KL {value:.1f}" for value in kl[row]], fontsize="small")
+        axis.set_xticks(tokens, [f"{value:.1f}" for value in kl[row]])
+        axis.set_xlabel("KL of the token (nats)")
         axis.axhline(0.0, color="0.3", linewidth=0.8)
     figure.axes[0].set_ylabel("advantage of the token")
     figure.axes[1].legend(fontsize="small")
@@ -117,9 +131,13 @@ def draw_controllers(path: Path) -> None:
     left.axhspan(0.8 * TARGET, 1.2 * TARGET, color="0.3", alpha=0.12, linewidth=0)
     left.axhline(TARGET, color="0.3", linestyle="--", linewidth=1.0)
     left.set(
-        title=f"KL, target {TARGET:g} nats per sequence", xlabel="step", ylabel="nats", yscale="log", ylim=(0.1, None)
+        title=f"KL, target {TARGET:g} nats per sequence",
+        xlabel="step",
+        ylabel="KL (nats)",
+        yscale="log",
+        ylim=(0.1, None),
     )
-    right.set(title="coefficient", xlabel="step", yscale="log")
+    right.set(title="coefficient", xlabel="step", ylabel="reward per nat", yscale="log")
     left.legend(fontsize="small")
     save(figure, path)
 
