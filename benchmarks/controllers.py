@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT / "recipes"), str(Path(__file__).parent)]
 from measuring import steps_to_arrive  # noqa: E402
 from stories import is_available, write_dataset  # noqa: E402
 
-from hh_report import load_pyplot  # noqa: E402
+from hh.report import load_pyplot  # noqa: E402
 from kl_lab import Setting, average, by_label, run_all, tail  # noqa: E402
 from ppo_hh import say  # noqa: E402
 from trl_klx import KLController, register_kl_controller  # noqa: E402

@@ -36,7 +36,7 @@ from stories import write_dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
-from hh_bootstrap import prepare_default  # noqa: E402
+from hh.bootstrap import prepare_default  # noqa: E402
 from trl_klx.control.forward_pass import captured_hidden, no_lm_head  # noqa: E402
 from trl_klx.maths.estimators import (  # noqa: E402
     KL_ESTIMATORS,

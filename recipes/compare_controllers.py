@@ -23,7 +23,7 @@ from statistics import fmean
 
 from accelerate import PartialState
 
-from hh_report import load_pyplot
+from hh.report import load_pyplot
 from kl_lab import (
     LabArguments,
     Setting,

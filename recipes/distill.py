@@ -36,9 +36,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, ProgressCallback
 from trl import ModelConfig, ScriptArguments, get_peft_config
 
-from hh_bootstrap import DEFAULT_SETTINGS, QUICK_SETTINGS, DefaultAssets, prepare_default_for_launch, train_policy
-from hh_measures import heldout_perplexity
-from hh_report import BriefProgress, PerplexityCallback, load_pyplot
+from hh.bootstrap import DEFAULT_SETTINGS, QUICK_SETTINGS, DefaultAssets, prepare_default_for_launch, train_policy
+from hh.measures import heldout_perplexity
+from hh.report import BriefProgress, PerplexityCallback, load_pyplot
 from ppo_hh import (
     check_tokenizer,
     exit_on_user_error,

@@ -23,9 +23,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PrinterCallback, ProgressCallback
 from trl import ModelConfig, ScriptArguments, get_peft_config
 
-from hh_bootstrap import prepare_default_for_launch
-from hh_measures import heldout_perplexity
-from hh_report import PerplexityCallback
+from hh.bootstrap import prepare_default_for_launch
+from hh.measures import heldout_perplexity
+from hh.report import PerplexityCallback
 from ppo_hh import (
     load_dialogues,
     load_reward_model,

@@ -49,9 +49,9 @@ from transformers import (
 )
 from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
-from hh_bootstrap import outside_of_launch, prepare_default_for_launch
-from hh_measures import heldout_perplexity, score_texts
-from hh_report import (
+from hh.bootstrap import outside_of_launch, prepare_default_for_launch
+from hh.measures import heldout_perplexity, score_texts
+from hh.report import (
     BriefProgress,
     PerplexityCallback,
     StopAtKL,
@@ -61,7 +61,7 @@ from hh_report import (
     format_report,
     write_report,
 )
-from hh_rows import parse_hh_row
+from hh.rows import parse_hh_row
 from recipe_parser import RecipeParser, with_quick
 from trl_klx import KLXPPOConfig, KLXPPOTrainer
 from trl_klx.cli.dataset_files import LOADERS

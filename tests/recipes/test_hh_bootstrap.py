@@ -12,9 +12,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-import hh_bootstrap
-from hh_bootstrap import prepare_default
-from hh_measures import heldout_perplexity, score_texts
+from hh import bootstrap as hh_bootstrap
+from hh.bootstrap import prepare_default
+from hh.measures import heldout_perplexity, score_texts
 
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,7 @@
 import pytest
 
-from hh_dialogues import make_preference_pairs
-from hh_rows import ASSISTANT, HUMAN, parse_hh_row, split_transcript
+from hh.dialogues import make_preference_pairs
+from hh.rows import ASSISTANT, HUMAN, parse_hh_row, split_transcript
 
 
 RAW = {
@@ -94,7 +94,7 @@ class TestMakePreferencePairs:
 
     def test_too_many_rows(self, monkeypatch):
         row = {"prompt": "\n\nHuman: Hi\n\nAssistant:", "chosen": " a", "rejected": " b"}
-        monkeypatch.setattr("hh_dialogues._draw_row", lambda rng: dict(row))
+        monkeypatch.setattr("hh.dialogues._draw_row", lambda rng: dict(row))
         with pytest.raises(ValueError, match="too few prompts for `n_train=5`"):
             make_preference_pairs(n_train=5, n_heldout=5)
 

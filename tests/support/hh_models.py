@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-import hh_bootstrap
+from hh import bootstrap as hh_bootstrap
 from support.tiny import WORDS
 
 

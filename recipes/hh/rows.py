@@ -85,7 +85,7 @@ def _normalise_answer(value: Any, column: str, prompt: str) -> str:
 
 def parse_hh_row(row: Mapping[str, Any]) -> dict[str, str]:
     """
-    Bring a row of a preference dataset into the form of `hh_dialogues.make_preference_pairs`.
+    Bring a row of a preference dataset into the form of `hh.dialogues.make_preference_pairs`.
 
     Accepts the raw form of Anthropic/hh-rlhf (`chosen` and `rejected` are whole transcripts), the split form of
     Dahoas/rm-static (`prompt`, `chosen`, `rejected`; other columns such as `response` are ignored), and both with

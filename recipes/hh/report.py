@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
 
-from hh_measures import heldout_perplexity
+from hh.measures import heldout_perplexity
 
 
 @dataclass

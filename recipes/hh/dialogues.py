@@ -14,7 +14,7 @@ import hashlib
 import random
 from collections.abc import Mapping, Sequence
 
-from hh_rows import ASSISTANT, HUMAN
+from hh.rows import ASSISTANT, HUMAN
 
 
 # One prompt in eight belongs to the held-out split, whatever the seed.

@@ -1,10 +1,10 @@
 """
-Tiny models for the dialogues of `hh_dialogues.py`: a tokenizer, a policy (trained on good and bad answers alike, so it
+Tiny models for the dialogues of `hh/dialogues.py`: a tokenizer, a policy (trained on good and bad answers alike, so it
 is mediocre on purpose) and a reward model (trained on the preferences). They are trained once, in a few minutes on two
 CPU cores, and then cached. Nothing is downloaded.
 
 ```python
-from hh_bootstrap import prepare_default
+from hh.bootstrap import prepare_default
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 assets = prepare_default("~/.cache/trl_klx")
@@ -43,8 +43,8 @@ from transformers import (
 )
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from hh_dialogues import make_preference_pairs
-from hh_measures import heldout_perplexity, score_texts
+from hh.dialogues import make_preference_pairs
+from hh.measures import heldout_perplexity, score_texts
 
 
 # Part of the cache folder's name. Raise it when the training below changes in a way that the settings do not show.
@@ -139,7 +139,7 @@ class DefaultAssets:
         from_cache (`bool`):
             Whether this call found the trained models in the cache.
         train_rows (`list[dict[str, str]]`):
-            Training rows, see [`~hh_dialogues.make_preference_pairs`].
+            Training rows, see [`~hh.dialogues.make_preference_pairs`].
         heldout_rows (`list[dict[str, str]]`):
             Held-out rows.
     """
@@ -405,9 +405,11 @@ def outside_of_launch() -> Iterator[None]:
 
 def _build_in_child(cache_dir: Path, seed: int, quick: bool) -> None:
     """Train the models in a child process."""
-    command = [sys.executable, "-u", __file__, str(cache_dir), str(seed), *(["--quick"] if quick else [])]
+    command = [sys.executable, "-u", "-m", __name__, str(cache_dir), str(seed), *(["--quick"] if quick else [])]
+    recipes = str(Path(__file__).resolve().parent.parent)
     with outside_of_launch():
-        code = subprocess.run(command).returncode
+        paths = os.pathsep.join(filter(None, (recipes, os.environ.get("PYTHONPATH"))))
+        code = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}).returncode
     if code:
         raise RuntimeError(f"Training the tiny models failed: {command} exited with {code}.")
 
