@@ -20,7 +20,7 @@ Every public name, from its docstring. All of them are imported from `trl_klx`. 
 """
 GROUPS = {
     "Trainers": (
-        "KLXGRPOTrainer KLXRLOOTrainer KLXPPOTrainer KLXCallback KLXTrainerMixin KLXRLOOMixin",
+        "KLXGRPOTrainer KLXRLOOTrainer KLXPPOTrainer KLXCallback KLXTrainerMixin KLXRLOOMixin reward_timeout",
         "Drop-in trainers, and what adds KL control to others.",
     ),
     "Configs": ("KLXGRPOConfig KLXRLOOConfig KLXPPOConfig KLXConfigMixin", "What the trainers take as `args`."),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .trainers.callback import KLXCallback
     from .trainers.config import KLXConfigMixin, KLXGRPOConfig, KLXRLOOConfig
     from .trainers.grpo import KLXGRPOTrainer, KLXTrainerMixin
+    from .trainers.reward_timeout import reward_timeout
     from .trainers.rloo import KLXRLOOMixin, KLXRLOOTrainer
 
 
@@ -75,6 +76,7 @@ __all__ = [
     "register_reference_kind",
     "relative_rms_error",
     "steps_to_settle",
+    "reward_timeout",
 ]
 
 # Where each public name lives. Imported on first use: a trainer brings torch and TRL with it, which takes seconds that
@@ -92,6 +94,7 @@ _MODULES = {
     "KLControllerState": ".controllers.base",
     "KLReference": ".references.base",
     "KLXCallback": ".trainers.callback",
+    "reward_timeout": ".trainers.reward_timeout",
     "KLXConfigMixin": ".trainers.config",
     "KLXGRPOConfig": ".trainers.config",
     "KLXGRPOTrainer": ".trainers.grpo",

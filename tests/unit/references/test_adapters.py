@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import IA3Config, LoHaConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from support.adapter_checks import (
     IDS,
@@ -20,7 +21,7 @@ from support.adapter_checks import (
     save,
     untouched,
 )
-from support.tiny import build_model, lora
+from support.tiny import build_model, lora, trained_lora
 from trl_klx.references.adapter_loading import (
     REFERENCE_ADAPTER,
     _weightless_copy,
@@ -395,6 +396,28 @@ def test_weightless_copy_keeps_how_a_weight_is_quantised():
     layer.weight.compress_statistics, layer.weight.quant_type = True, "nf4"
     empty = _weightless_copy(policy).get_base_model().model.layers[0].mlp.up_proj.weight
     assert empty.is_meta and empty.compress_statistics and empty.quant_type == "nf4"
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_4_bit_policy_takes_a_reference_on_more_modules(double, tmp_path):
+    """Its log-probs are those of the adapter on the same 4-bit model."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+    build_model(hidden_size=64, intermediate_size=64).save_pretrained(tmp_path / "base")
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj"]
+    wide = trained_lora(3, model=AutoModelForCausalLM.from_pretrained(tmp_path / "base"), target_modules=targets)
+    wide.save_pretrained(tmp_path / "reference")
+    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double)
+
+    def base():
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=quantised)
+
+    policy = trained_lora(1, model=base())
+    load_reference_adapter(policy, str(tmp_path / "reference"))
+    expected = PeftModel.from_pretrained(base(), tmp_path / "reference")
+    ids = torch.arange(4, 12).unsqueeze(0)
+    with torch.no_grad(), adapter_active(policy, "klx_ref"):
+        found = policy(ids).logits
+    torch.testing.assert_close(found, expected(ids).logits)
 
 
 def test_saving_through_a_replaced_method(tmp_path):
