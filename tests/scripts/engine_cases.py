@@ -123,7 +123,7 @@ def reward(completion_ids, **kwargs) -> list[float]:
     return [len(ids) / 3.0 + ids[0] / 20.0 for ids in completion_ids]
 
 
-def build_case(name: str, folder: Path, output: Path, processes: int, **overrides):
+def build_case(name: str, folder: Path, output: Path, processes: int, rows: int = 32, **overrides):
     """
     The trainer of a case. Models are loaded after the config is built, as in users' scripts, because ZeRO-3 then
     shards them while they load.
@@ -170,7 +170,7 @@ def build_case(name: str, folder: Path, output: Path, processes: int, **override
         model=model,
         reward_funcs=reward,
         args=args,
-        train_dataset=build_dataset(32),
+        train_dataset=build_dataset(rows),
         processing_class=build_tokenizer(),
         **extras,
     )
