@@ -1,6 +1,5 @@
 """The same training on every engine: coefficient, KL, gradients and saved policy match those of one process."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,8 +14,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from support.engines import TORCHRUN, ZERO3, by_accelerate, needs_deepspeed
 
-ROOT = Path(__file__).parents[2]
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
@@ -24,14 +24,6 @@ from engine_cases import CASES, RESUMED, prepare  # noqa: E402
 
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.xdist_group("engines")]
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed"
-)
-
-
-def by_accelerate(recipe: str, *flags: str) -> list[str]:
-    return ["accelerate.commands.launch", "--config_file", str(ROOT / "recipes" / "accelerate" / recipe), *flags]
 
 
 def cases(*kept: str) -> list[str]:
@@ -93,18 +85,6 @@ PAIRS = [
     for engine in ENGINES
     for case in ENGINES[engine].cases
 ]
-# The recipe's settings with a threshold of 0, so that every weight is partitioned.
-ZERO3 = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "zero_optimization": {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-}
 
 
 class Runs:

@@ -142,7 +142,7 @@ def falling_reward(completion_ids, trainer_state, **kwargs) -> list[float]:
     return [score - trainer_state.global_step / 2.0 for score in reward(completion_ids)]
 
 
-def build_case(name: str, folder: Path, output: Path, processes: int, **overrides):
+def build_case(name: str, folder: Path, output: Path, processes: int, rows: int = 32, **overrides):
     """
     The trainer of a case. Models are loaded after the config is built, as in users' scripts, because ZeRO-3 then
     shards them while they load.
@@ -189,7 +189,7 @@ def build_case(name: str, folder: Path, output: Path, processes: int, **override
         model=model,
         reward_funcs=falling_reward if reference == "reset" else reward,
         args=args,
-        train_dataset=build_dataset(32),
+        train_dataset=build_dataset(rows),
         processing_class=build_tokenizer(),
         **extras,
     )

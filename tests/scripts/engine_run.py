@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from engine_cases import RESUMED, build_case, series
+from engine_setup import set_up
 from transformers import AutoModelForCausalLM
 
 from trl_klx.references.sharding import is_sharded, loaded_whole
@@ -28,39 +28,14 @@ torch.set_num_threads(1)
 gc.freeze()
 folder, output, engine = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 processes, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-plain_init = AcceleratorState.__init__
-
-
-def init_fsdp(self, *args, **kwargs):
-    # Accelerate supports FSDP only for process groups of GPUs, and silently falls back to DDP otherwise.
-    plain_init(self, *args, **kwargs)
-    if self.distributed_type == DistributedType.MULTI_CPU:
-        self.distributed_type = DistributedType.FSDP
-        self.fsdp_plugin = FullyShardedDataParallelPlugin()  # from the launcher's settings
-
-
-if engine == "fsdp2":
-    AcceleratorState.__init__ = init_fsdp
-if engine.startswith("zero"):
-    import deepspeed
-    from deepspeed.comm import torch as comm
-
-    comm.build_shm_op = lambda: None  # a faster all-reduce between CPUs that takes minutes to compile
-    deepspeed.init_distributed(dist_backend="gloo")
-ENGINE_FIELDS = {
-    "zero3": {"deepspeed": str(folder / "zero3.json")},
-    "batching": {
-        "use_transformers_continuous_batching": True,
-        "transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 256},
-    },
-}
+ENGINE_FIELDS = set_up(engine, folder)
 
 
 def build(name: str, **overrides):
     # Each run gets a new state, as it would in its own process.
     AcceleratorState._reset_state()
     place = output / "runs" / name
-    return build_case(name, folder, place, processes, **ENGINE_FIELDS.get(engine, {}), **overrides)
+    return build_case(name, folder, place, processes, **ENGINE_FIELDS, **overrides)
 
 
 def run(name: str) -> dict:
