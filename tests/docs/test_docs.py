@@ -111,7 +111,7 @@ def test_examples_run(page, desk, monkeypatch, capsys):
 
 def test_guides_have_examples():
     # These are not guides, or are tested in test_ppo_migration.py and test_reference_pages.py.
-    without = {"api", "changelog", "costs", "from_trl_ppo", "metrics", "reliability"}
+    without = {"api", "changelog", "compatibility", "costs", "from_trl_ppo", "metrics", "reliability"}
     for page in DOCS.glob("*.md"):
         if page.stem not in without:
             assert any(block.language == "python" and not block.excuse for block in blocks(page)), page.name

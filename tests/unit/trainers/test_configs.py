@@ -52,7 +52,7 @@ def test_every_field_of_the_design_is_there_with_its_default(config_class):
 def test_every_field_has_a_help_text_and_a_line_in_the_docstring(config_class, name):
     help_text = config_class.__dataclass_fields__[name].metadata["help"]
     assert len(help_text) > 20 and help_text.endswith(".")
-    assert re.search(rf"^        {name} \(`.+`.*\):$", KLFields.__doc__, flags=re.MULTILINE)
+    assert re.search(rf"^ +{name} \(`.+`.*\):$", KLFields.__doc__, flags=re.MULTILINE)
 
 
 @both_configs
