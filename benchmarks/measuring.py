@@ -188,3 +188,16 @@ def steps_to_arrive(kls: list[float], target: float) -> int | None:
     """The first batch at which the mean of three KLs is at nine tenths of the target."""
     ends = range(3, len(kls) + 1)
     return next((end for end in ends if statistics.fmean(kls[end - 3 : end]) >= 0.9 * target), None)
+
+
+# Fields of a run on a CPU that logs every step, keeps nothing and does not anneal.
+PLAIN_RUN = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": [],
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "lr_scheduler_type": "constant",
+    "temperature": 1.0,
+}

@@ -23,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measuring import MARK, Results, steps_to_arrive, take_turns
+from measuring import MARK, PLAIN_RUN, Results, steps_to_arrive, take_turns
 
 from trl_klx.controllers.tracking_error import relative_rms_error
 
@@ -69,10 +69,9 @@ SETUPS = {
 def run_once(case: dict) -> None:
     """Train once in this process, and print KL, coefficient and reward of every rollout."""
     import torch
-    from datasets import load_dataset
     from peft import LoraConfig
-    from stories import vader, write_dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from stories import load_task, vader
+    from transformers import set_seed
 
     from trl_klx import KLXGRPOConfig, KLXGRPOTrainer, KLXPPOConfig, KLXPPOTrainer, KLXRLOOConfig, KLXRLOOTrainer
 
@@ -104,22 +103,12 @@ def run_once(case: dict) -> None:
     passes = fields.get("num_iterations", 1) * fields.get("num_ppo_epochs", 1) * fields.get("steps_per_generation", 1)
     assets = Path(case["assets"])
     set_seed(case["seed"])
-    tokenizer = AutoTokenizer.from_pretrained(assets / "stories260K")
-    model = AutoModelForCausalLM.from_pretrained(assets / "stories260K", dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
-        data = str(write_dataset(assets, Path(folder)))
-        dataset = load_dataset("json", data_files=data, split="train", cache_dir=folder).remove_columns("chosen")
+        tokenizer, model, dataset = load_task(assets, folder)
         args = config_class(
             output_dir=folder,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to=[],
-            logging_steps=1,
+            **PLAIN_RUN,
             save_strategy="no",
-            disable_tqdm=True,
-            lr_scheduler_type="constant",
-            temperature=1.0,
             seed=case["seed"],
             max_steps=case["rollouts"] * passes,
             **fields,

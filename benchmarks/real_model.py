@@ -22,7 +22,7 @@ import json
 import statistics
 from pathlib import Path
 
-from measuring import MARK, Results, steps_to_arrive, take_turns
+from measuring import MARK, PLAIN_RUN, Results, steps_to_arrive, take_turns
 
 from trl_klx.controllers.tracking_error import relative_rms_error
 
@@ -108,16 +108,9 @@ def run_once(case: dict) -> None:
     model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32)
     args = KLXGRPOConfig(
         output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        logging_steps=1,
+        **PLAIN_RUN,
         save_steps=10,
         save_total_limit=2,
-        disable_tqdm=True,
-        lr_scheduler_type="constant",
-        temperature=1.0,
         seed=case["seed"],
         learning_rate=RATE,
         per_device_train_batch_size=COMPLETIONS,

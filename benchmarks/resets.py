@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measuring import MARK, Results, take_turns
+from measuring import MARK, PLAIN_RUN, Results, take_turns
 
 
 TARGET, RATE, LENGTH, PATIENCE = 1.0, 2e-4, 48, 16
@@ -36,31 +36,20 @@ LAST = 20  # batches at the end over which the reward is averaged
 def run_once(case: dict) -> None:
     """Train once in this process, and print KL, reward and resets of every batch."""
     import torch
-    from datasets import load_dataset
-    from stories import exact_kl, vader, write_dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from stories import exact_kl, load_task, vader
+    from transformers import AutoModelForCausalLM, set_seed
 
     from trl_klx import KLXGRPOConfig, KLXGRPOTrainer
 
     torch.set_num_threads(1)
     assets = Path(case["assets"])
     set_seed(case["seed"])
-    tokenizer = AutoTokenizer.from_pretrained(assets / "stories260K")
-    model = AutoModelForCausalLM.from_pretrained(assets / "stories260K", dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
-        data = str(write_dataset(assets, Path(folder)))
-        dataset = load_dataset("json", data_files=data, split="train", cache_dir=folder).remove_columns("chosen")
+        tokenizer, model, dataset = load_task(assets, folder)
         args = KLXGRPOConfig(
             output_dir=folder,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to=[],
-            logging_steps=1,
+            **PLAIN_RUN,
             save_strategy="no",
-            disable_tqdm=True,
-            lr_scheduler_type="constant",
-            temperature=1.0,
             seed=case["seed"],
             max_steps=case["batches"],
             learning_rate=RATE,

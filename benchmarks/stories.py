@@ -71,3 +71,15 @@ def exact_kl(policy, reference, tokenizer, prompts: list[str], length: int) -> t
     policy.train(training)
     total = ((ours.exp() * (ours - theirs)).sum(-1) * there).sum().item()
     return total / len(prompts), total / there.sum().item()
+
+
+def load_task(assets: Path, folder: str):
+    """Tokenizer, model and prompts; `folder` takes what is written on the way."""
+    import torch
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    data = str(write_dataset(assets, Path(folder)))
+    dataset = load_dataset("json", data_files=data, split="train", cache_dir=folder).remove_columns("chosen")
+    model = AutoModelForCausalLM.from_pretrained(assets / "stories260K", dtype=torch.float32)
+    return AutoTokenizer.from_pretrained(assets / "stories260K"), model, dataset
