@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measuring import MARK, Results, take_turns
+from measuring import MARK, PLAIN_RUN, Results, stoppable, take_turns
 
 
 LAYERS, LENGTH, BATCH, RATE = 3, 48, 32, 1e-3
@@ -35,8 +35,7 @@ POINTS = 4  # measurements during a run
 def run_once(case: dict) -> None:
     """Train once in this process, and print the KL to the teacher on the way, CPU time and memory."""
     import torch
-    from datasets import load_dataset
-    from stories import exact_kl, write_dataset
+    from stories import exact_kl, load_prompts
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
     from trl import DistillationConfig, DistillationTrainer
 
@@ -74,18 +73,12 @@ def run_once(case: dict) -> None:
                 self.measure(model)
 
     with tempfile.TemporaryDirectory() as folder:
-        data = str(write_dataset(Path(case["assets"]), Path(folder)))
-        dataset = load_dataset("json", data_files=data, split="train", cache_dir=folder).remove_columns("chosen")
+        dataset = load_prompts(Path(case["assets"]), folder)
         prompts = dataset[:128]["prompt"]
         common = {
+            **PLAIN_RUN,
             "output_dir": folder,
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": [],
             "logging_steps": case["steps"],
-            "save_strategy": "no",
-            "disable_tqdm": True,
             "lr_scheduler_type": "constant",
             "temperature": 1.0,
             "seed": case["seed"],
@@ -146,10 +139,8 @@ def main() -> None:
         for name in RUNS
     ]
     results = Results(options.json)
-    try:
+    with stoppable():
         take_turns(__file__, [cases], results, 1, lambda case: sys.executable)
-    except KeyboardInterrupt:
-        print("\nstopped; results so far:")
     show(cases, results)
 
 

@@ -7,7 +7,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -190,14 +191,22 @@ def steps_to_arrive(kls: list[float], target: float) -> int | None:
     return next((end for end in ends if statistics.fmean(kls[end - 3 : end]) >= 0.9 * target), None)
 
 
-# Fields of a run on a CPU that logs every step, keeps nothing and does not anneal.
+# Fields of a run on a CPU that logs every step and keeps nothing.
 PLAIN_RUN = {
     "use_cpu": True,
     "bf16": False,
     "gradient_checkpointing": False,
     "report_to": [],
     "logging_steps": 1,
+    "save_strategy": "no",
     "disable_tqdm": True,
-    "lr_scheduler_type": "constant",
-    "temperature": 1.0,
 }
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Ctrl-C ends the runs in here, and what was measured so far is shown."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\nstopped; results so far:")

@@ -27,7 +27,7 @@ import traceback
 from pathlib import Path
 
 import torch
-from measuring import MARK, Results, Stopwatch, build_tokenizer, llama_config, take_turns
+from measuring import MARK, Results, Stopwatch, build_tokenizer, llama_config, stoppable, take_turns
 from transformers import TrainerCallback
 
 
@@ -324,10 +324,8 @@ def main() -> None:
             costs = Costs(results, ours, theirs)
             groups.append([costs.pair, *costs.alone])
             rows.append((name, ours, costs))
-    try:
+    with stoppable():
         take_turns(__file__, [] if options.show else groups, results, options.repeats)
-    except KeyboardInterrupt:
-        print("\nstopped; results so far:")
     rows = [row for row in rows if row[2].complete]
     show(rows)
     show_prediction(rows)

@@ -23,7 +23,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-from measuring import Results, Stopwatch, build_tokenizer, llama_config, lm_head_share, take_turns
+from measuring import Results, Stopwatch, build_tokenizer, llama_config, lm_head_share, stoppable, take_turns
 
 
 OLD_TRL = "1.12.0"
@@ -197,10 +197,8 @@ def main() -> None:
             rows.append((f"{name}, 2 layers unfrozen", group[-1], theirs))
         groups.append(group)
     results = Results(options.json)
-    try:
+    with stoppable():
         take_turns(__file__, groups, results, options.repeats, lambda case: sys.executable if case["ours"] else python)
-    except KeyboardInterrupt:
-        print("\nstopped; results so far:")
     show([row for row in rows if results.count(row[1]) and results.count(row[2])], results)
 
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measuring import MARK, Results, take_turns
+from measuring import MARK, PLAIN_RUN, Results, stoppable, take_turns
 from ppo import OLD_TRL, old_environment
 
 
@@ -64,14 +64,8 @@ def run_once(case: dict) -> None:
     prompts = [opening.format(name) for opening in OPENINGS for name in NAMES]
     with tempfile.TemporaryDirectory() as folder:
         common = {
+            **PLAIN_RUN,
             "output_dir": folder,
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "logging_steps": 1,
             "seed": seed,
             "per_device_train_batch_size": batch,
             "num_ppo_epochs": epochs,
@@ -255,10 +249,8 @@ def main() -> None:
         cases = [case | {"reward": options.reward} for case in cases]
     python = None if options.sweep else old_environment(options.environment.resolve())
     results = Results(options.json)
-    try:
+    with stoppable():
         take_turns(__file__, [cases], results, 1, lambda case: sys.executable if case["side"] == "klx" else python)
-    except KeyboardInterrupt:
-        print("\nstopped; results so far:")
     if options.sweep:
         show_sweep(cases, results)
     else:

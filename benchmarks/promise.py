@@ -23,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measuring import MARK, PLAIN_RUN, Results, steps_to_arrive, take_turns
+from measuring import MARK, PLAIN_RUN, Results, steps_to_arrive, stoppable, take_turns
 
 from trl_klx.controllers.tracking_error import relative_rms_error
 
@@ -108,7 +108,8 @@ def run_once(case: dict) -> None:
         args = config_class(
             output_dir=folder,
             **PLAIN_RUN,
-            save_strategy="no",
+            lr_scheduler_type="constant",
+            temperature=1.0,
             seed=case["seed"],
             max_steps=case["rollouts"] * passes,
             **fields,
@@ -213,10 +214,8 @@ def main() -> None:
             first | {"controller": name, "rollouts": ROLLOUTS} for name in (options.controller, "adaptive", "free")
         ]
     results = Results(options.json)
-    try:
+    with stoppable():
         take_turns(__file__, [cases], results, 1, lambda case: sys.executable)
-    except KeyboardInterrupt:
-        print("\nstopped; results so far:")
     if options.figure is not None:
         draw(cases, results, options.figure)
     else:

@@ -108,7 +108,9 @@ def run_once(case: dict) -> None:
     model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32)
     args = KLXGRPOConfig(
         output_dir=str(folder),
-        **PLAIN_RUN,
+        **PLAIN_RUN | {"save_strategy": "steps"},
+        lr_scheduler_type="constant",
+        temperature=1.0,
         save_steps=10,
         save_total_limit=2,
         seed=case["seed"],

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measuring import MARK, PLAIN_RUN, Results, take_turns
+from measuring import MARK, PLAIN_RUN, Results, stoppable, take_turns
 
 
 TARGET, RATE, LENGTH, PATIENCE = 1.0, 2e-4, 48, 16
@@ -49,7 +49,8 @@ def run_once(case: dict) -> None:
         args = KLXGRPOConfig(
             output_dir=folder,
             **PLAIN_RUN,
-            save_strategy="no",
+            lr_scheduler_type="constant",
+            temperature=1.0,
             seed=case["seed"],
             max_steps=case["batches"],
             learning_rate=RATE,
@@ -132,10 +133,8 @@ def main() -> None:
         for name in options.runs
     ]
     results = Results(options.json)
-    try:
+    with stoppable():
         take_turns(__file__, [cases], results, 1, lambda case: sys.executable)
-    except KeyboardInterrupt:
-        print("\nstopped; results so far:")
     show(cases, results)
     if options.figure is not None:
         draw(cases, results, options.figure)

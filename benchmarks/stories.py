@@ -73,13 +73,18 @@ def exact_kl(policy, reference, tokenizer, prompts: list[str], length: int) -> t
     return total / len(prompts), total / there.sum().item()
 
 
-def load_task(assets: Path, folder: str):
-    """Tokenizer, model and prompts; `folder` takes what is written on the way."""
-    import torch
+def load_prompts(assets: Path, folder: str):
+    """The prompts as a dataset; `folder` takes what is written on the way."""
     from datasets import load_dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     data = str(write_dataset(assets, Path(folder)))
-    dataset = load_dataset("json", data_files=data, split="train", cache_dir=folder).remove_columns("chosen")
+    return load_dataset("json", data_files=data, split="train", cache_dir=folder).remove_columns("chosen")
+
+
+def load_task(assets: Path, folder: str):
+    """Tokenizer, model and prompts, see [`load_prompts`]."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     model = AutoModelForCausalLM.from_pretrained(assets / "stories260K", dtype=torch.float32)
-    return AutoTokenizer.from_pretrained(assets / "stories260K"), model, dataset
+    return AutoTokenizer.from_pretrained(assets / "stories260K"), model, load_prompts(assets, folder)

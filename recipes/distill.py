@@ -41,8 +41,8 @@ from hh.measures import heldout_perplexity
 from hh.report import BriefProgress, PerplexityCallback, load_pyplot
 from ppo_hh import (
     check_tokenizer,
+    choose_dialogues,
     exit_on_user_error,
-    load_dialogues,
     load_reward_model,
     load_tokenizer,
     make_reward,
@@ -141,7 +141,7 @@ def main(script_args: DistillArguments, training_args: KLXGRPOConfig, model_args
     embedded = model_args.model_name_or_path is None
     if embedded != (training_args.kl_ref_model_path is None):
         raise ValueError("Set --model_name_or_path and --kl_ref_model_path together, or neither for the default.")
-    rows = heldout = None
+    default = None
     if embedded:
         if state.num_processes > 1:
             raise ValueError("The default trains its models in one process. Launch one, or set both models.")
@@ -149,13 +149,10 @@ def main(script_args: DistillArguments, training_args: KLXGRPOConfig, model_args
         assets = prepare_default_for_launch(script_args.cache_dir, quick=script_args.quick)
         model_args.model_name_or_path = str(prepare_student(assets, script_args.quick))
         training_args.kl_ref_model_path = str(assets.sft_path)
-        rows, heldout = assets.train_rows, assets.heldout_rows
+        default = assets.train_rows, assets.heldout_rows
     else:
         say("[1/3] Loading models and data")
-    if script_args.dataset_name is not None:
-        rows, heldout = load_dialogues(script_args)
-    if rows is None:
-        raise ValueError("Set --dataset_name, for instance to Anthropic/hh-rlhf or to a local file.")
+    rows, heldout = choose_dialogues(script_args, default)
 
     path, settings = model_args.model_name_or_path, model_settings(model_args, training_args)
     tokenizer = load_tokenizer(path, **source_of(model_args, training_args))

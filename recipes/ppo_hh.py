@@ -153,6 +153,15 @@ def load_dialogues(script_args: ScriptArguments, parse_row=parse_hh_row) -> tupl
     return rows, heldout
 
 
+def choose_dialogues(script_args: ScriptArguments, default: tuple[list[dict], list[dict]] | None):
+    """Training and held-out rows: those of `--dataset_name`, else the default ones of the tiny models."""
+    if script_args.dataset_name is not None:
+        return load_dialogues(script_args)
+    if default is None:
+        raise ValueError("Set --dataset_name, for instance to Anthropic/hh-rlhf or to a local file.")
+    return default
+
+
 def check_tokenizer(tokenizer, model, path: str) -> None:
     weight = model.get_input_embeddings().weight
     size = getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the weight itself is empty
@@ -268,7 +277,7 @@ def set_up(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_ar
     path, reward_path = model_args.model_name_or_path, training_args.reward_model_path
     if (path is None) != (reward_path is None):
         raise ValueError("Set --model_name_or_path and --reward_model_path together, or neither for the default.")
-    rows = heldout = None
+    default = None
     if path is None:
         say("[1/4] Dialogues, tokenizer, policy (SFT) and reward model")
         assets = prepare_default_for_launch(script_args.cache_dir, quick=script_args.quick)
@@ -277,13 +286,10 @@ def set_up(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_ar
             f"perplexity {assets.sft_perplexity_before:.1f} before SFT, {assets.sft_perplexity_after:.2f} after"
         )
         path, reward_path = str(assets.sft_path), str(assets.reward_path)
-        rows, heldout = assets.train_rows, assets.heldout_rows
+        default = assets.train_rows, assets.heldout_rows
     else:
         say("[1/4] Loading models and data")
-    if script_args.dataset_name is not None:
-        rows, heldout = load_dialogues(script_args)
-    if rows is None:
-        raise ValueError("Set --dataset_name, for instance to Anthropic/hh-rlhf or to a local file.")
+    rows, heldout = choose_dialogues(script_args, default)
 
     settings = model_settings(model_args, training_args)
     tokenizer = load_tokenizer(path, **source_of(model_args, training_args))

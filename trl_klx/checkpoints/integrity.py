@@ -15,7 +15,7 @@ from transformers import TrainerState
 from trl import GRPOConfig, RLOOConfig
 
 from ..controllers.setting_rules import is_finite_number
-from ..references.finite import weight_fault
+from ..references.finite import file_fault
 from ..references.loading import saved_steps
 from .checksums import CHECKSUM_FILE, checksum_fault
 from .kl_state import read_json, read_kl_state
@@ -198,20 +198,11 @@ def content_fault(folder: str) -> str | None:
     own = [name for name in _files(folder) if name.endswith(".safetensors") and name not in weights]
     try:
         for name in [*weights, *own]:
-            fault = _values_fault(os.path.join(folder, name))
+            fault = file_fault(os.path.join(folder, name))
             if fault is not None:
                 return f"its `{name}` cannot be used: {fault}"
     except (OSError, SafetensorError) as error:
         return f"its `{name}` is torn ({error})"
-    return None
-
-
-def _values_fault(path: str) -> str | None:
-    with safe_open(path, framework="pt") as weights:
-        for name in weights.keys():  # noqa: SIM118 - it is no dict
-            fault = weight_fault(weights.get_tensor(name))
-            if fault is not None:
-                return f"weight {name!r} {fault}"
     return None
 
 

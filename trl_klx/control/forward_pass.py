@@ -7,16 +7,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import trl
-from packaging.version import Version
 from torch import nn
 from trl.trainer import utils as trl_utils
 
 from ..references.peft_adapters import causal_lm
+from ..trl_versions import TRL_HAS_LM_HEAD
 
 
-# Since 1.15 TRL gives models an LM head of its own, which computes log-probs in tiles.
-TRL_HAS_LM_HEAD = Version(trl.__version__) >= Version("1.15")
 # TRL's names for what projects hidden states to log-probs, and for how many words of the vocabulary it does at a time.
 _PROJECTION, _TILE_WIDTH = "_ChunkedLogProbFunction", "_CHUNKED_LOGPROB_CHUNK_SIZE"
 # What the projection returns after the log-probs, where its last argument asks for it.

@@ -8,7 +8,7 @@ import trl
 from torch import nn
 
 from ..control.placements import Batch
-from ..trainers.trl_versions import TRL_HAS_EOS_TOKEN_IDS
+from ..trl_versions import TRL_HAS_EOS_TOKEN_IDS
 from .reward_scaling import RewardScaler
 from .stop_strings import generate_until, holds_text
 

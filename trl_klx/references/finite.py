@@ -1,9 +1,11 @@
 """Weights that no training can use: NaN, infinite, or so large that the first product with them is."""
 
 import math
+import os
 from collections.abc import Mapping
 
 import torch
+from safetensors import safe_open
 
 
 # The square of a larger weight, summed over the width of a layer, leaves the range of fp32. Trained weights are many
@@ -32,6 +34,16 @@ def weight_fault(weight: torch.Tensor) -> str | None:
     if not math.isfinite(largest):
         return "holds NaN or infinite values"
     return f"holds values up to {largest:.1e}" if largest > LARGEST_WEIGHT else None
+
+
+def file_fault(path: str | os.PathLike[str]) -> str | None:
+    """Say which weight in a safetensors file training cannot use, and why. Returns `None` if there is none."""
+    with safe_open(path, framework="pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 - it is no dict
+            fault = weight_fault(weights.get_tensor(name))
+            if fault is not None:
+                return f"weight {name!r} {fault}"
+    return None
 
 
 def weights_fault(weights: Mapping[str, torch.Tensor]) -> str | None:

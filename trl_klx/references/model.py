@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-import trl
 from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
-from packaging.version import Version
 from torch import nn
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer import utils as trl_utils
 
+from ..trl_versions import TRL_HAS_LM_HEAD
 from .base import KLReference
 from .moving import Mover, Weights
 from .sharding import is_sharded, join_parts, shard_again
@@ -85,7 +84,7 @@ def _prepare(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 def add_trl_lm_head(model: nn.Module, temperature: float, cast_lm_head_to_fp32: bool) -> None:
     """Add TRL's LM head for log-probs, if this version of TRL has one, to a model that TRL has not prepared."""
-    if Version(trl.__version__) >= Version("1.15"):
+    if TRL_HAS_LM_HEAD:
         trl_utils.add_fused_lm_head(
             cast(Any, model), temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32
         )

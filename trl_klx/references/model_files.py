@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -11,9 +12,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedCo
 
 from .adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from .adapter_files import find_folder
-from .finite import weight_fault
+from .finite import file_fault, weight_fault
 from .peft_adapters import causal_lm, rng_kept
-from .quantization import file_fault, has_bitsandbytes, quantization_settings
+from .quantization import has_bitsandbytes, quantization_settings
 from .sharding import broadcast_from_main, join_parts
 
 
@@ -84,9 +85,11 @@ def load_reference_model(
             raise UnusableModelError(
                 f"`kl_ref_quantization={quantization!r}` needs bitsandbytes: `pip install bitsandbytes`."
             )
-        fault = file_fault(folder)
-        if fault is not None:
-            raise UnusableModelError(fault)
+        # The values of a quantized weight could not be told, so the files are searched.
+        for file in sorted(Path(folder).glob("model*.safetensors")):
+            fault = file_fault(file)
+            if fault is not None:
+                raise UnusableModelError(f"{fault}.")
         settings |= quantization_settings(quantization, dtype, device or torch.device("cpu"))
     try:
         with rng_kept(policy):

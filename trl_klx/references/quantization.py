@@ -1,14 +1,10 @@
 """A reference in 4 or 8 bits, by bitsandbytes."""
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import BitsAndBytesConfig
-
-from .finite import weight_fault
 
 
 def quantization_settings(quantization: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -33,14 +29,3 @@ def quantization_settings(quantization: str, dtype: torch.dtype, device: torch.d
 def has_bitsandbytes() -> bool:
     """Whether bitsandbytes is installed."""
     return importlib.util.find_spec("bitsandbytes") is not None
-
-
-def file_fault(folder: str) -> str | None:
-    """Say which weight in a folder's safetensors files cannot be used. Quantized, its values could not be told."""
-    for file in sorted(Path(folder).glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():
-                fault = weight_fault(weights.get_tensor(name))
-                if fault is not None:
-                    return f"weight {name!r} {fault}."
-    return None

@@ -38,6 +38,7 @@ from ..control.other_kls import UpdateLimit, add_sampler_kl, check_update_target
 from ..control.placements import Batch, Placement
 from ..control.rollout import Pull, Rollout, Scored, TokenKL
 from ..maths.estimators import estimate_full_kl
+from ..trl_versions import TRL_HAS_EOS_TOKEN_IDS
 from .completions_table import CompletionKLs
 from .config import KLXConfigMixin
 from .control_building import CountSteps, FollowPolicy, build_kl_control
@@ -51,7 +52,6 @@ from .no_reward import check_teacher, no_reward
 from .ref_model import check_ref_model
 from .reference_resets import ReferenceResetsMixin
 from .resumed_sampler import ResumeSampler
-from .trl_versions import TRL_HAS_EOS_TOKEN_IDS
 from .update_steps import UpdateStepsMixin
 
 

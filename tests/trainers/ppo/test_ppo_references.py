@@ -25,7 +25,7 @@ from support.tiny_ppo import (
 )
 from support.value_checks import ADAPTERS, parts
 from trl_klx import KLXPPOConfig, KLXPPOTrainer
-from trl_klx.trainers.trl_versions import TRL_HAS_EOS_TOKEN_IDS
+from trl_klx.trl_versions import TRL_HAS_EOS_TOKEN_IDS
 
 
 # ---- num_layers_unfrozen ----

@@ -3,15 +3,11 @@
 from typing import Any
 
 import torch
-import trl
-from packaging.version import Version
 
 from ...maths.losses import kl_loss_terms
+from ...trl_versions import TRL_CORRECTS_BIAS
 from ..rollout import Scored
 from .base import ALGORITHMS, Batch, ExactKL, Placement, register_placement, weigh_by_sampler
-
-
-_TRL_CORRECTS_BIAS = Version(trl.__version__) >= Version("1.10")
 
 
 @register_placement("loss", *ALGORITHMS)
@@ -30,7 +26,7 @@ class LossPlacement(Placement):
     @classmethod
     def check(cls, args: Any) -> None:
         # TRL 1.9 has it off by default, RLOO has no such field.
-        if getattr(args, "use_bias_correction_kl", True) is not True and _TRL_CORRECTS_BIAS:
+        if getattr(args, "use_bias_correction_kl", True) is not True and TRL_CORRECTS_BIAS:
             raise ValueError(
                 f"`use_bias_correction_kl={args.use_bias_correction_kl!r}` has no effect with `kl_placement='loss'`, "
                 "whose term always has the gradient of KL(policy || reference). Unset it."
