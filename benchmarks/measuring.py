@@ -35,7 +35,7 @@ def llama_config(hidden: int, layers: int, vocabulary: int, **overrides):
         intermediate_size=hidden * 8 // 3,
         num_hidden_layers=layers,
         num_attention_heads=6,
-        max_position_embeddings=1024,
+        max_position_embeddings=2048,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=1,

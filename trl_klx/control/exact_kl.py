@@ -1,7 +1,5 @@
 """The LM head as a function of hidden states, for the exact KL over the whole vocabulary."""
 
-from collections.abc import Callable
-
 import torch
 from accelerate.utils import reduce
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -10,10 +8,7 @@ from torch.nn import functional
 
 from ..references.peft_adapters import causal_lm
 from ..references.sharding import is_sharded, join_parts
-from .rollout import Scored
-
-
-Head = Callable[[torch.Tensor], torch.Tensor]
+from .rollout import Head, Scored
 
 
 def lm_head(model: nn.Module, temperature: float) -> Head:
@@ -43,10 +38,15 @@ def lm_head(model: nn.Module, temperature: float) -> Head:
     return project
 
 
+def trains_head(model: nn.Module) -> bool:
+    """Whether the LM head's weights are trained."""
+    trained: bool = causal_lm(model).get_output_embeddings().weight.requires_grad
+    return trained
+
+
 def check_trains_through_head(model: nn.Module) -> None:
     """Refuse an exact KL in the loss where no gradient would reach the LM head that is trained."""
-    weight = causal_lm(model).get_output_embeddings().weight
-    if weight.requires_grad and is_sharded(weight):
+    if trains_head(model) and is_sharded(causal_lm(model).get_output_embeddings().weight):
         raise ValueError(
             "`kl_estimator='full'` cannot be used with `kl_placement='loss'` while FSDP2 or ZeRO-3 shards an LM head "
             "that is trained: the term would put no gradient on it. Use 'k3', or train an adapter."

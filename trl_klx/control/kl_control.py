@@ -13,8 +13,7 @@ from ..maths._tensors import wide_dtype
 from ..maths.estimators import estimate_full_kl, estimate_kl, full_kl_and_logps
 from ..maths.totals import kl_totals, sum_kl_per_sequence
 from ..references.base import KLReference
-from .exact_kl import Head
-from .rollout import Pull, Rollout, Scored, TokenKL
+from .rollout import Head, Pull, Rollout, Scored, TokenKL
 from .steering import Steering
 
 

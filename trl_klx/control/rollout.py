@@ -16,12 +16,17 @@ must follow them through TRL's shuffling and splitting, so it travels in TRL's b
 | `klx_row` | `(B,)` | row in the table of completions |
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from .metrics import Sums
+
+
+# From hidden states to logits.
+Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -95,6 +100,8 @@ class Rollout:
             A pass over the policy without dropout: `policy` itself where the policy has no dropout.
         reference ([`Scored`], *optional*):
             The pass over the reference.
+        policy_head (`Callable`, *optional*), reference_head (`Callable`, *optional*):
+            Their LM heads, for the exact KL.
         prompt_ids (`list[list[int]]`, *optional*):
             Tokens of each prompt, before TRL has padded them.
         completion_ids (`list[list[int]]`, *optional*):
@@ -117,6 +124,8 @@ class Rollout:
     policy: Scored | None = None
     clean: Scored | None = None
     reference: Scored | None = None
+    policy_head: Head | None = None
+    reference_head: Head | None = None
     prompt_ids: list[list[int]] | None = None
     completion_ids: list[list[int]] | None = None
     tool_masks: list[list[int]] | None = None

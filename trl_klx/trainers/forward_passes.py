@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from trl.models.utils import disable_gradient_checkpointing
 
-from ..control.exact_kl import Head, check_lm_head, lm_head
+from ..control.exact_kl import check_lm_head, lm_head, trains_head
 from ..control.forward_pass import CAN_SKIP_LM_HEAD, captured_hidden, narrow_tiles, no_lm_head
 from ..control.kl_control import KLControl
 from ..control.placements import Batch, Placement
-from ..control.rollout import Rollout, Scored
+from ..control.rollout import Head, Rollout, Scored
 from ..controllers.base import KLController
 from ..references.adapter import without_dropout
 from ..references.base import KLReference
@@ -183,13 +183,20 @@ class ForwardPassMixin(_Host):
         kwargs["batch_size"] = self.args.per_device_train_batch_size if train else self.args.per_device_eval_batch_size
         return (input_ids, attention_mask, batch["completion_ids"].size(1)), kwargs
 
-    def _klx_heads(self) -> tuple[Head, Head] | None:
-        """LM heads of policy and reference, for the exact KL."""
+    def _klx_heads(self, rollout: Rollout) -> tuple[Head, Head] | None:
+        """
+        LM heads of policy and reference, for the exact KL. A head that is sharded is joined once per generation batch,
+        unless it is trained: the policy's then changes with every step.
+        """
         if not self.args.kl_needs_full:
             return None
-        policy_head = lm_head(self.accelerator.unwrap_model(self.model), self.temperature)
-        with self._klx_control.reference.active() as model:
-            return policy_head, lm_head(self.accelerator.unwrap_model(model), self.temperature)
+        policy = self.accelerator.unwrap_model(self.model)
+        if rollout.policy_head is None or trains_head(policy):
+            rollout.policy_head = lm_head(policy, self.temperature)
+        if rollout.reference_head is None:
+            with self._klx_control.reference.active() as model:
+                rollout.reference_head = lm_head(self.accelerator.unwrap_model(model), self.temperature)
+        return rollout.policy_head, rollout.reference_head
 
     def _klx_clean_pass(self, rollout: Rollout, args: PassArgs, kwargs: PassKwargs) -> Scored:
         """The pass of the policy that may be measured; made if TRL has made none, or one with dropout."""

@@ -152,7 +152,7 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
         rollout.reference = self._klx_score_reference(args, kwargs)
         tokens = input_ids[:, -logits_to_keep:]
         clean = self._klx_clean_pass(rollout, args, kwargs)
-        kl = control.measure(clean, rollout.reference, self._klx_heads(), tokens)
+        kl = control.measure(clean, rollout.reference, self._klx_heads(rollout), tokens)
         mask = attention_mask[:, -logits_to_keep:].bool()
         for row, tool_mask in zip(mask, rollout.tool_masks or [], strict=bool(rollout.tool_masks)):
             row[: len(tool_mask)] &= torch.tensor(tool_mask, device=mask.device, dtype=torch.bool)
@@ -214,7 +214,8 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
             batch["klx_group"] = self._klx_group_ids(batch)
         kl = None
         if rollout.clean is not None:
-            kl = self.kl_control.measure(rollout.clean, rollout.reference, self._klx_heads(), self._klx_tokens(batch))
+            heads, tokens = self._klx_heads(rollout), self._klx_tokens(batch)
+            kl = self.kl_control.measure(rollout.clean, rollout.reference, heads, tokens)
         if kl is None or placement.in_loss:
             names = {"klx_ref_logps": rollout.reference.logps, "klx_ref_hidden": rollout.reference.hidden}
             batch |= {name: tensor for name, tensor in names.items() if tensor is not None}
@@ -305,7 +306,7 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
             kl = TokenKL(*inputs["klx_measured"].unbind(-1))
         else:
             reference = Scored(inputs.get("klx_ref_logps"), inputs.get("klx_ref_hidden"))
-            heads, tokens = self._klx_heads(), self._klx_tokens(inputs)
+            heads, tokens = self._klx_heads(rollout), self._klx_tokens(inputs)
             kl = self._klx_control.measure(policy.detach(), reference, heads, tokens)
         self._klx_apply(inputs, rollout, kl)
         if rollout.pending > 0:
@@ -324,7 +325,7 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
 
     def _klx_exact_kl(self, policy: Scored, reference: Scored) -> torch.Tensor:
         """The exact KL of each token, with gradients."""
-        heads = self._klx_heads()
+        heads = self._klx_heads(self._klx_rollouts[self._klx_mode])
         assert heads is not None and policy.hidden is not None and reference.hidden is not None
         return estimate_full_kl(policy.hidden, reference.hidden, *heads)
 

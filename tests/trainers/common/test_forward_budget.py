@@ -11,6 +11,8 @@ from trl import GRPOTrainer, RLOOTrainer
 from support.forward_counts import backbone, count_rows, who
 from support.tiny import build_dataset, build_trainer, lora, scripted_rollout, trained_lora
 from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
+from trl_klx.control.exact_kl import lm_head
+from trl_klx.trainers import forward_passes
 
 
 pytestmark = pytest.mark.slow
@@ -202,3 +204,21 @@ def test_evaluation_costs_one_reference_pass(dropout, tmp_path):
     rows = count_rows(trainer)
     trainer.evaluate()
     assert rows == {"policy": 8, "reference": 8}
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("centering", ["batch", "sequence"])
+def test_lm_heads_are_joined_once_per_generation_batch(adapter, centering, tmp_path, monkeypatch):
+    joined = []
+
+    def count(model, temperature):
+        joined.append(model)
+        return lm_head(model, temperature)
+
+    extras = {"peft_config": lora()} if adapter == "lora" else {}
+    settings = {"kl_target": 1.0, "kl_statistic": "full", "kl_centering": centering, "extras": extras}
+    monkeypatch.setattr(forward_passes, "lm_head", count)
+    _, batches = run(KLXGRPOTrainer, tmp_path, **ACCUMULATED, **settings)
+    # Measured per micro-batch, a head that is trained is another one for each.
+    policy = ACCUMULATED["gradient_accumulation_steps"] if adapter == "full" and centering == "sequence" else 1
+    assert len(joined) == len(batches) * (policy + 1)
