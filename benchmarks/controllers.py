@@ -11,9 +11,8 @@ anti-windup stands for what a control engineer would write first. Fixed coeffici
 worth; `free` shows when the KL arrives without any penalty.
 
 `embedded-*` train the tiny models of `recipes/ppo_hh.py`. `stories-*` train a pretrained 260K-parameter model; they
-need `--assets`, a folder with `stories260K` of llama2.c (https://huggingface.co/karpathy/tinyllamas) converted to a
-transformers checkpoint and `text/tinystories_400k.txt`, and PyPI's `vaderSentiment`. Every run is recorded, so an
-interrupted script continues where it stopped.
+need `--assets`, a folder made by `benchmarks/fetch_stories.py`, and PyPI's `vaderSentiment`. Every run is recorded, so
+an interrupted script continues where it stopped.
 """
 
 import argparse

@@ -6,8 +6,8 @@ reward model is the policy's backbone with a fixed random projection as its scor
 sides. TRL 1.12 runs in its own virtual environment, and its value model starts as a copy of the reward model, as in
 TRL's scripts. KLXPPO uses its default value function. Every completion has the full length.
 
-The policy is any small causal language model. The figures in the docs come from Karpathy's `stories260K` of llama2.c
-(https://huggingface.co/karpathy/tinyllamas), converted to a transformers checkpoint.
+The policy is any small causal language model. The figures in the docs come from `stories260K`, which
+`benchmarks/fetch_stories.py` fetches.
 
 ```bash
 python benchmarks/ppo_learning.py --model stories260K --json learning.json        # about an hour; can be stopped

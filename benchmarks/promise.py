@@ -11,9 +11,7 @@ python benchmarks/promise.py --assets ASSETS --json promise.json --controller pi
 python benchmarks/promise.py --assets ASSETS --json promise.json --seeds 10 --figure docs/three_runs.png
 ```
 
-`ASSETS` holds `stories260K` of llama2.c (https://huggingface.co/karpathy/tinyllamas), converted to a transformers
-checkpoint, and `text/tinystories_400k.txt`, story openings from https://huggingface.co/datasets/roneneldan/TinyStories.
-The reward needs PyPI's `vaderSentiment`.
+`benchmarks/fetch_stories.py ASSETS` brings model and text. The reward needs PyPI's `vaderSentiment`.
 """
 
 import argparse

@@ -1,12 +1,8 @@
 """
 A small pretrained model as a benchmark task: TinyStories prompts, and a reward for happy text.
 
-Benchmarks with `--assets FOLDER` expect in it
-
-- `stories260K`: Karpathy's model of that name, 260K parameters, MIT licence, from
-  https://huggingface.co/karpathy/tinyllamas, as a transformers checkpoint (a `LlamaForCausalLM` and its tokenizer,
-  with `<s>` as `eos_token`);
-- `text/tinystories_400k.txt`: 400,000 characters of https://huggingface.co/datasets/roneneldan/TinyStories.
+Benchmarks with `--assets FOLDER` expect in it the model `stories260K` and `text/tinystories_400k.txt`,
+400,000 characters of TinyStories. `benchmarks/fetch_stories.py FOLDER` brings both, and says where they come from.
 
 The reward needs PyPI's `vaderSentiment`.
 """

@@ -33,7 +33,7 @@ def lm_head(model: nn.Module, temperature: float) -> Head:
         logits = functional.linear(hidden.to(weight.dtype), weight, bias).float()
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
-        return logits / temperature
+        return logits.div_(temperature)
 
     return project
 

@@ -196,7 +196,7 @@ def _full_kl_chunk(
     probs = logps.exp()
     del logps
     # 0 * log 0 is 0. Filling the log-ratio instead of the product also keeps NaN out of the gradient.
-    log_ratio = log_ratio.masked_fill(probs == 0, 0.0).clamp(max=MAX_ABS_LOG_RATIO)
+    log_ratio = log_ratio.masked_fill_(probs == 0, 0.0).clamp_(max=MAX_ABS_LOG_RATIO)
     return (probs * log_ratio).sum(dim=-1).clamp(min=0.0), *sampled
 
 
@@ -265,14 +265,17 @@ def full_kl_and_logps(
     if shape.numel() == 0:
         return (hidden.new_zeros(shape, dtype=torch.float32),) * (1 if tokens is None else 3)
 
-    flat = torch.split(hidden.reshape(-1, hidden.shape[-1]), chunk_size)
-    ref_flat = torch.split(ref_hidden.reshape(-1, ref_hidden.shape[-1]), chunk_size)
-    token_chunks = [None] * len(flat) if tokens is None else torch.split(tokens.reshape(-1), chunk_size)
-    results: list[tuple[torch.Tensor, ...]] = []
-    for chunk, ref_chunk, token_chunk in zip(flat, ref_flat, token_chunks, strict=True):
-        arguments = (chunk, ref_chunk, head, ref_head, token_chunk)
+    flat, ref_flat = hidden.reshape(-1, hidden.shape[-1]), ref_hidden.reshape(-1, ref_hidden.shape[-1])
+    # Written to as the chunks are done. A list of small results would lie between the large tensors of the chunks, and
+    # the memory of a CPU process would grow by one of those with every chunk.
+    results = torch.empty(1 if tokens is None else 3, shape.numel(), device=hidden.device)
+    for start in range(0, shape.numel(), chunk_size):
+        rows = slice(start, start + chunk_size)
+        arguments = (flat[rows], ref_flat[rows], head, ref_head, None if tokens is None else tokens.reshape(-1)[rows])
         if torch.is_grad_enabled():
-            results.append(checkpoint(_full_kl_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
+            chunk = checkpoint(_full_kl_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
-            results.append(_full_kl_chunk(*arguments))
-    return tuple(torch.cat(parts).reshape(shape) for parts in zip(*results, strict=True))
+            chunk = _full_kl_chunk(*arguments)
+        for index, part in enumerate(chunk):
+            results[index, rows] = part
+    return tuple(results.reshape(-1, *shape))
