@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from support.snapshots import train_with_snapshots
 from support.tiny import build_trainer, weights
 from support.tiny_ppo import build_ppo
-from trainers.common.test_finite_steps import KL, train
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 from trl_klx.trainers.forward_passes import ForwardPassMixin
 
@@ -38,7 +38,8 @@ class Messages(logging.Handler):
 
 
 def build(kind, optim, **fields):
-    settings = KL | {"per_device_train_batch_size": 2, "kl_placement": "loss", "optim": optim} | fields
+    penalty = {"kl_penalty_coef": 0.1, "kl_placement": "loss"}
+    settings = penalty | {"max_steps": 4, "per_device_train_batch_size": 2, "optim": optim} | fields
     if kind == "PPO":
         return build_ppo(folder / kind, num_ppo_epochs=1, **settings)
     return build_trainer(KLXGRPOTrainer if kind == "GRPO" else KLXRLOOTrainer, folder / kind, **settings)
@@ -53,10 +54,10 @@ for kind, optim in (("GRPO", "adamw_torch_fused"), ("RLOO", "sgd"), ("PPO", "ada
     steps = {2}
     trainer = build(kind, optim)
     assert trainer.accelerator.num_processes == 2
-    outcome = {"moved": train(trainer).moved(), "weights": weights(trainer), "messages": list(said)}
+    outcome = {"moved": train_with_snapshots(trainer).moved(), "weights": weights(trainer), "messages": list(said)}
     steps = set(range(2, 20))
     try:
-        train(build(kind, optim, max_steps=12))
+        train_with_snapshots(build(kind, optim, max_steps=12))
     except FloatingPointError as error:
         outcome["stopped"] = str(error)
     outcomes[kind] = outcome

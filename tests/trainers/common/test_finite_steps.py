@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback
 
 from support.launch import torchrun
+from support.snapshots import train_with_snapshots
 from support.tiny import (
     assert_same_weights,
     build_model,
@@ -33,23 +34,6 @@ PLACEMENTS = pytest.mark.parametrize("placement", ["advantage", "reward", "loss"
 OPTIMIZERS = pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
 
 
-class Snapshots(TrainerCallback):
-    """The trained weights and the optimizer's state after each step."""
-
-    def __init__(self):
-        self.weights: list[dict[str, torch.Tensor]] = []
-        self.moments: list[list[torch.Tensor]] = []
-
-    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
-        self.weights.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
-        states = optimizer.state.values()
-        self.moments.append([t.clone() for entry in states for t in entry.values() if isinstance(t, torch.Tensor)])
-
-    def moved(self) -> list[bool]:
-        pairs = zip(self.weights, self.weights[1:], strict=False)
-        return [any(not torch.equal(one[name], other[name]) for name in one) for one, other in pairs]
-
-
 def build(kind: str, folder, **overrides):
     """A trainer of which every step has its own rollout."""
     fields = KL | overrides
@@ -58,13 +42,6 @@ def build(kind: str, folder, **overrides):
     if kind == "GRPO":
         fields = {"scale_rewards": "none"} | fields
     return build_trainer(KLXGRPOTrainer if kind == "GRPO" else KLXRLOOTrainer, folder, **fields)
-
-
-def train(trainer) -> Snapshots:
-    snapshots = Snapshots()
-    trainer.add_callback(snapshots)
-    trainer.train()
-    return snapshots
 
 
 @pytest.fixture
@@ -97,7 +74,7 @@ def messages(caplog) -> list[str]:
 def test_nan_in_the_reference(kind, placement, spoil, caplog, tmp_path):
     spoil(math.nan, 2)
     trainer = build(kind, tmp_path, kl_placement=placement, save_strategy="steps", save_steps=1)
-    snapshots = train(trainer)
+    snapshots = train_with_snapshots(trainer)
     assert trainer.state.global_step == 4
     assert all(weight.isfinite().all() for weight in weights(trainer).values())
     assert all(checkpoint_fault(str(tmp_path / f"checkpoint-{step}")) is None for step in (1, 2, 3, 4))
@@ -117,7 +94,7 @@ def test_nan_in_the_reference(kind, placement, spoil, caplog, tmp_path):
 def test_token_that_the_reference_rules_out(kind, placement, spoil, caplog, tmp_path):
     spoil(-math.inf, 2, 3)
     trainer = build(kind, tmp_path, kl_placement=placement)
-    snapshots = train(trainer)
+    snapshots = train_with_snapshots(trainer)
     # Its KL is bounded, so the step is taken.
     assert snapshots.moved() == [True, True, True]
     assert all(weight.isfinite().all() for weight in weights(trainer).values())
@@ -131,7 +108,7 @@ def test_token_that_the_reference_rules_out(kind, placement, spoil, caplog, tmp_
 def test_nothing_of_the_step_is_left(optim, spoil, tmp_path):
     spoil(math.nan, 2)
     trainer = build("GRPO", tmp_path, optim=optim)
-    snapshots = train(trainer)
+    snapshots = train_with_snapshots(trainer)
     assert snapshots.moved() == [False, True, True]
     first, second = snapshots.moments[:2]
     assert len(first) == len(second) and all(map(torch.equal, first, second))  # moments, and Adam's count of steps
@@ -158,7 +135,7 @@ def test_several_in_a_row_stop_the_run(kind, spoil, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*got a KL of nan:RuntimeWarning")
 def test_two_at_a_time_do_not(spoil, caplog, tmp_path):
     spoil(math.nan, 2, 3, 5, 6, 8, 9)
-    snapshots = train(build("GRPO", tmp_path, max_steps=10))
+    snapshots = train_with_snapshots(build("GRPO", tmp_path, max_steps=10))
     assert snapshots.moved() == [False, False, True, False, False, True, False, False, True]
     assert len(messages(caplog)) == 6
 
@@ -166,7 +143,7 @@ def test_two_at_a_time_do_not(spoil, caplog, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*got a KL of nan:RuntimeWarning")
 def test_one_batch_of_many_steps_is_one_batch(spoil, caplog, tmp_path):
     spoil(math.nan, 5)
-    snapshots = train(build("PPO", tmp_path, num_ppo_epochs=4, max_steps=12))
+    snapshots = train_with_snapshots(build("PPO", tmp_path, num_ppo_epochs=4, max_steps=12))
     assert snapshots.moved() == [True] * 3 + [False] * 4 + [True] * 4
     (message,) = messages(caplog)
     assert "The steps 5 to 8 were not taken" in message
@@ -186,7 +163,7 @@ def test_a_controller_does_not_count_steps_that_were_not_taken(kind, spoil, tmp_
 
     trainer.kl_control.learn = watch
     spoil(math.nan, 2)
-    train(trainer)
+    train_with_snapshots(trainer)
     # The KL of the second batch is not a number, so that the first step counts with the third batch; the second was
     # not taken. Which of the two it was is not known, so that they share their learning rate.
     rates = logged(trainer, "learning_rate")
@@ -199,7 +176,7 @@ def test_a_controller_does_not_count_steps_that_were_not_taken(kind, spoil, tmp_
 
 def test_the_last_step_is_told_too(spoil, caplog, tmp_path):
     spoil(math.nan, 4)
-    train(build("GRPO", tmp_path, logging_steps=3))
+    train_with_snapshots(build("GRPO", tmp_path, logging_steps=3))
     (message,) = messages(caplog)
     assert "Step 4 was not taken" in message
 
@@ -227,7 +204,7 @@ def huge(completion_ids, **kwargs):
 def test_huge_rewards_in_ppo(caplog, tmp_path):
     # The value head learns the scale of the returns from the first batch.
     trainer = build("PPO", tmp_path, rewards=huge, max_steps=6)
-    snapshots = train(trainer)
+    snapshots = train_with_snapshots(trainer)
     assert snapshots.moved()[1:] == [True] * 4
     (message,) = messages(caplog)
     assert "Step 1 was not taken" in message and "losses" in message
