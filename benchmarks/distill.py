@@ -105,19 +105,29 @@ def run_once(case: dict) -> None:
     print(MARK + json.dumps(result), flush=True)
 
 
+def kl_after(means: list[float], every: int, seconds: float, budget: float) -> float:
+    """The KL after `budget` seconds, between the measurements on a straight line."""
+    position = min(budget / seconds / every, len(means) - 1)
+    before = min(int(position), len(means) - 2)
+    return means[before] + (means[before + 1] - means[before]) * (position - before)
+
+
 def show(cases: list[dict], results: Results) -> None:
     steps = cases[0]["steps"]
     samples = [BATCH * steps * point // POINTS for point in range(POINTS + 1)]
-    print(f"| run | {' | '.join(f'{count} samples' for count in samples)} | last, by seed | CPU s per step | MB |")
-    print("|---|" + "---|" * (len(samples) + 3))
-    for name in RUNS:
-        runs = [results.runs[results.key(case)][0] for case in cases if case["run"] == name and results.count(case)]
-        if not runs:
-            continue
+    done = {name: [case for case in cases if case["run"] == name and results.count(case)] for name in RUNS}
+    done = {name: [results.runs[results.key(case)][0] for case in own] for name, own in done.items() if own}
+    budget = steps * min(statistics.median(run["seconds"] for run in runs) for runs in done.values())
+    counts = " | ".join(f"{count} samples" for count in samples)
+    print(f"| run | {counts} | last, by seed | CPU s per step | after {budget:.0f} CPU s | MB |")
+    print("|---|" + "---|" * (len(samples) + 4))
+    for name, runs in done.items():
         means = [statistics.fmean(run["kl"][point] for run in runs) for point in range(len(samples))]
         last = " ".join(f"{run['kl'][-1]:.3f}" for run in runs)
         seconds, megabytes = (statistics.median(run[key] for run in runs) for key in ("seconds", "megabytes"))
-        print(f"| {name} | {' | '.join(f'{kl:.3f}' for kl in means)} | {last} | {seconds:.2f} | {megabytes:.0f} |")
+        equal = kl_after(means, steps // POINTS, seconds, budget)
+        cells = " | ".join(f"{kl:.3f}" for kl in means)
+        print(f"| {name} | {cells} | {last} | {seconds:.2f} | {equal:.3f} | {megabytes:.0f} |")
 
 
 def main() -> None:
