@@ -228,18 +228,22 @@ def draw_report(
         return False
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6.5), constrained_layout=True)
     curves = (
-        (axes[0][0], "reward", "reward"),
-        (axes[0][1], "klx/kl", "KL to the reference (nats)"),
-        (axes[1][0], "klx/coef", "KL coefficient"),
+        (axes[0][0], "reward", "reward", "mean score of the reward model"),
+        (axes[0][1], "klx/kl", "KL to the reference", "nats per completion"),
+        (axes[1][0], "klx/coef", "KL coefficient", "reward per nat"),
     )
-    for axis, key, title in curves:
+    for axis, key, title, unit in curves:
         points = [(entry["step"], entry[key]) for entry in free if entry.get(key) is not None]
         if points and key != "klx/coef":
-            axis.plot(*zip(*points, strict=True), color="0.6", label="no penalty")
+            axis.plot(*zip(*points, strict=True), color="0.5", linestyle=":", linewidth=2, label="no penalty")
+            axis.annotate(
+                "no penalty", points[-1], xytext=(4, 0), textcoords="offset points", color="0.35", va="center"
+            )
         points = [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None]
         if points:
             axis.plot(*zip(*points, strict=True), color="tab:blue", label="this run")
         axis.set_title(title)
+        axis.set_ylabel(unit)
     if target is not None:
         axes[0][1].axhline(target, color="tab:red", linestyle="--", label="target")
         axes[0][1].axhspan(0.8 * target, 1.2 * target, color="tab:red", alpha=0.1, label="target ± 20%")
@@ -248,8 +252,9 @@ def draw_report(
     if perplexities:
         axes[1][1].plot(*zip(*perplexities, strict=True), color="tab:blue", marker="o", markersize=3)
     axes[1][1].set_title("held-out perplexity")
+    axes[1][1].set_ylabel("perplexity per token")
     for axis in axes.flat:
-        axis.set_xlabel("step")
+        axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
