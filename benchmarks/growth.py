@@ -40,6 +40,14 @@ RUNS = {
     "`kl_target`, `kl_placement='loss'`": {"kl_target": 1.0, "kl_placement": "loss", "kl_estimator": "k3"},
     "`kl_target`, `kl_ref_reset_patience`": {"kl_target": 1.0, "kl_ref_reset_patience": 2},
 }
+# What a step sends beyond TRL's, as docs/costs.md has it: the batch's sums in fp64, and what centers them in fp32. TRL
+# sends two numbers in fp32 for the KL that it logs.
+FORMULAS = {
+    "`kl_target`": 8 * 15 + 4 * 2 - 4 * 2,
+    "`kl_target`, `kl_centering='group'`": 8 * 15 + 4 * 3 * ROWS - 4 * 2,
+    "`kl_target`, `kl_placement='loss'`": 8 * 14 - 4 * 2,
+    "`kl_target`, `kl_ref_reset_patience`": 8 * 17 + 4 * 2 - 4 * 2,
+}
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "all_gather_object")
 
 
@@ -126,8 +134,9 @@ def run_of_processes(name: str) -> None:
 
 
 def grow_with_processes() -> None:
-    print("| run | " + " | ".join(f"{count} processes" for count in PROCESSES) + " | KL files of a checkpoint |")
-    print("|---|" + "---|" * (len(PROCESSES) + 1))
+    counts = " | ".join(f"{count} processes" for count in PROCESSES)
+    print(f"| run | {counts} | bytes by formula | KL files of a checkpoint |")
+    print("|---|" + "---|" * (len(PROCESSES) + 2))
     base = {}
     for name in RUNS:
         cells, kept = [], 0
@@ -150,7 +159,8 @@ def grow_with_processes() -> None:
                 cells.append(f"{calls:g} calls, {sent:g} bytes")
             else:
                 cells.append(f"{calls - base[count][0]:+g} calls, {sent - base[count][1]:+g} bytes")
-        print(f"| {name} | {' | '.join(cells)} | {kept} bytes |", flush=True)
+        formula = f"{FORMULAS[name]:+}" if name in FORMULAS else ""
+        print(f"| {name} | {' | '.join(cells)} | {formula} | {kept} bytes |", flush=True)
 
 
 def timed(call, repeats: int = 5) -> float:

@@ -6,9 +6,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional
 
+from ..maths.estimators import estimate_full_kl, full_kl_and_logps
 from ..references.peft_adapters import causal_lm
 from ..references.sharding import is_sharded, join_parts
 from .rollout import Head, Scored
+
+
+# The exact KL of each token, and the log-probs of the sampled tokens under policy and reference.
+ExactPass = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
 def lm_head(model: nn.Module, temperature: float) -> Head:
@@ -85,3 +90,17 @@ def check_lm_head(
             f"states are off by {error:.3g} nats. Use 'k3' (`kl_estimator`, `kl_statistic`)."
         )
     return True
+
+
+def exact_kl_of_passes(
+    policy: Scored, reference: Scored, heads: tuple[Head, Head], tokens: torch.Tensor | None = None
+) -> ExactPass:
+    """
+    The exact KL of two passes, and the log-probs of the sampled tokens. Where the reference's pass has none, both come
+    from the same logits, so that rounding affects them alike.
+    """
+    assert policy.hidden is not None and reference.hidden is not None
+    if reference.logps is not None:
+        return estimate_full_kl(policy.hidden, reference.hidden, *heads), policy.logps, reference.logps
+    full, logps, reference_logps = full_kl_and_logps(policy.hidden, reference.hidden, *heads, tokens)
+    return full, logps, reference_logps

@@ -10,9 +10,10 @@ import torch
 from ..controllers.base import BatchMeasurement, KLController
 from ..controllers.stall import StallMonitor
 from ..maths._tensors import wide_dtype
-from ..maths.estimators import estimate_full_kl, estimate_kl, full_kl_and_logps
+from ..maths.estimators import estimate_kl
 from ..maths.totals import kl_totals, sum_kl_per_sequence
 from ..references.base import KLReference
+from .exact_kl import ExactPass, exact_kl_of_passes
 from .rollout import Head, Pull, Rollout, Scored, TokenKL
 from .steering import Steering
 
@@ -92,6 +93,7 @@ class KLControl(Steering):
         reference: Scored,
         heads: tuple[Head, Head] | None = None,
         tokens: torch.Tensor | None = None,
+        exact: ExactPass | None = None,
     ) -> TokenKL:
         """
         The KL of each token from the passes of policy and reference.
@@ -105,24 +107,19 @@ class KLControl(Steering):
                 LM heads of policy and reference, for the exact KL.
             tokens (`torch.Tensor` of shape `(B, T)`, *optional*):
                 Sampled tokens, needed where the reference's pass has no log-probs.
+            exact (`tuple`, *optional*):
+                What [`exact_kl_of_passes`] gives for these passes, if it is known already.
         """
-        policy_logps, reference_logps, full = policy.logps, reference.logps, None
-        if heads is not None:
-            assert policy.hidden is not None and reference.hidden is not None
-            if reference_logps is None:
-                # Both from the same pass, so that rounding affects them alike.
-                full, policy_logps, reference_logps = full_kl_and_logps(
-                    policy.hidden, reference.hidden, *heads, tokens
-                )
-            else:
-                full = estimate_full_kl(policy.hidden, reference.hidden, *heads)
+        if exact is None and heads is not None:
+            exact = exact_kl_of_passes(policy, reference, heads, tokens)
+        full, policy_logps, reference_logps = (None, policy.logps, reference.logps) if exact is None else exact
         assert policy_logps is not None and reference_logps is not None
 
         @functools.cache
         def by(kind: str) -> torch.Tensor:
             if kind == "full":
                 assert full is not None
-                return full
+                return full.detach()
             return estimate_kl(policy_logps, reference_logps, kind)
 
         return TokenKL(by(self.estimator), by(self.statistic), by("k1"))

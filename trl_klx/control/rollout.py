@@ -14,6 +14,7 @@ must follow them through TRL's shuffling and splitting, so it travels in TRL's b
 | `klx_adjustment` | `(B, T)` | what the penalty adds to the advantages, where it is not added there |
 | `klx_penalty` | `(B, T)` | PPO: coefficient times KL, until rewards are shaped |
 | `klx_row` | `(B,)` | row in the table of completions |
+| `klx_exact_kl` | three `(B, T)` | exact KL and log-probs of the loss's own pass; only within the loss |
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from trl.models.utils import disable_gradient_checkpointing
 
-from ..control.exact_kl import check_lm_head, lm_head, trains_head
+from ..control.exact_kl import ExactPass, check_lm_head, exact_kl_of_passes, lm_head, trains_head
 from ..control.forward_pass import CAN_SKIP_LM_HEAD, captured_hidden, narrow_tiles, no_lm_head
 from ..control.kl_control import KLControl
 from ..control.placements import Batch, Placement
@@ -197,6 +197,15 @@ class ForwardPassMixin(_Host):
             with self._klx_control.reference.active() as model:
                 rollout.reference_head = lm_head(self.accelerator.unwrap_model(model), self.temperature)
         return rollout.policy_head, rollout.reference_head
+
+    def _klx_exact_kl(self, inputs: Batch, rollout: Rollout, policy: Scored, reference: Scored) -> ExactPass:
+        """The exact KL of the loss's own pass, with its gradient. Measurement and loss share it."""
+        if "klx_exact_kl" not in inputs:
+            heads = self._klx_heads(rollout)
+            assert heads is not None
+            inputs["klx_exact_kl"] = exact_kl_of_passes(policy, reference, heads, self._klx_tokens(inputs))
+        exact: ExactPass = inputs["klx_exact_kl"]
+        return exact
 
     def _klx_clean_pass(self, rollout: Rollout, args: PassArgs, kwargs: PassKwargs) -> Scored:
         """The pass of the policy that may be measured; made if TRL has made none, or one with dropout."""

@@ -37,7 +37,6 @@ from ..control.metrics import Sums, read_metrics
 from ..control.other_kls import UpdateLimit, add_sampler_kl, check_update_target
 from ..control.placements import Batch, Placement
 from ..control.rollout import Pull, Rollout, Scored, TokenKL
-from ..maths.estimators import estimate_full_kl
 from ..trl_versions import TRL_HAS_EOS_TOKEN_IDS
 from .completions_table import CompletionKLs
 from .config import KLXConfigMixin
@@ -307,7 +306,9 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
         else:
             reference = Scored(inputs.get("klx_ref_logps"), inputs.get("klx_ref_hidden"))
             heads, tokens = self._klx_heads(rollout), self._klx_tokens(inputs)
-            kl = self._klx_control.measure(policy.detach(), reference, heads, tokens)
+            in_loss = self._klx_placement.in_loss and self.args.kl_estimator == "full"
+            exact = self._klx_exact_kl(inputs, rollout, policy, reference) if in_loss else None
+            kl = self._klx_control.measure(policy.detach(), reference, heads, tokens, exact)
         self._klx_apply(inputs, rollout, kl)
         if rollout.pending > 0:
             rollout.pending -= 1
@@ -316,18 +317,16 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
 
     def _klx_after_loss(self, loss: torch.Tensor, inputs: Batch, policy: Scored) -> torch.Tensor:
         """Add the placement's term to TRL's loss."""
-        coef = self._klx_rollouts[self._klx_mode].coef
-        term = self._klx_placement.loss_term(inputs, policy, coef, self._klx_exact_kl)
+        rollout = self._klx_rollouts[self._klx_mode]
+
+        def exact_kl(policy: Scored, reference: Scored) -> torch.Tensor:
+            return self._klx_exact_kl(inputs, rollout, policy, reference)[0]
+
+        term = self._klx_placement.loss_term(inputs, policy, rollout.coef, exact_kl)
         if term is None:
             return loss
         mask = self._klx_control.mask(self._klx_generated(inputs), inputs["completion_ids"])
         return loss + self._klx_aggregate(torch.where(mask, term, 0.0), inputs)
-
-    def _klx_exact_kl(self, policy: Scored, reference: Scored) -> torch.Tensor:
-        """The exact KL of each token, with gradients."""
-        heads = self._klx_heads(self._klx_rollouts[self._klx_mode])
-        assert heads is not None and policy.hidden is not None and reference.hidden is not None
-        return estimate_full_kl(policy.hidden, reference.hidden, *heads)
 
     def _klx_aggregate(self, per_token_term: torch.Tensor, inputs: Batch) -> torch.Tensor:
         """Weigh the terms of the tokens as TRL's loss does, and sum them."""
