@@ -35,7 +35,7 @@ class Steering:
         logger (`logging.Logger` or `logging.LoggerAdapter`, *optional*):
             Where warnings and advice go. If unset, the logger of this module.
         alert (`Callable[[str], None]`, *optional*):
-            Gets every warning of a running training too, for the alerts of a tracker.
+            Gets every warning of a running training too, and every reset, for the alerts of a tracker.
     """
 
     def __init__(

@@ -32,9 +32,10 @@ class ReferenceResetsMixin(ForwardPassMixin):
         self.kl_control.reset_reference()
         if reset_optimizer and self.optimizer is not None:
             clear_state(self.optimizer)
-        self.kl_control.logger.info(
-            f"The KL reference is now the policy of step {self.state.global_step} (reset {reference.resets})."
-        )
+        said = f"The KL reference is now the policy of step {self.state.global_step} (reset {reference.resets})."
+        self.kl_control.logger.info(said)
+        if self.kl_control.alert is not None:
+            self.kl_control.alert(said)
 
     def _klx_reset_if_stalled(self) -> None:
         # Between two rollouts: no batch is then scored by one reference and trained against another.

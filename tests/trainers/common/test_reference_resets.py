@@ -222,3 +222,16 @@ def test_a_reset_without_kl_control_is_refused(tmp_path):
 def test_resets_are_refused_with_a_passed_model(kind, tmp_path):
     with pytest.raises(ValueError, match="`kl_ref_reset_patience=2` cannot be used with a `ref_model`"):
         build_trainer(TRAINERS[kind], tmp_path, **RESETS, extras={"ref_model": build_model(seed=3)})
+
+
+def test_resets_are_alerts(tmp_path):
+    told = []
+
+    class Listening(WatchedGRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.kl_control.alert = told.append
+
+    trainer = run_falling(tmp_path, trainer_class=Listening)
+    resets = [text for text in told if text.startswith("The KL reference is now the policy of step")]
+    assert len(resets) == trainer.kl_reference.resets > 0
