@@ -163,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--full", action="store_true", help="use models of 15M to 130M, and completions of up to 512 tokens"
+        "--full", action="store_true", help="use models of 15M to 138M, and completions of up to 512 tokens"
     )
     parser.add_argument("--repeats", type=int, default=3, help="runs per case")
     parser.add_argument("--json", type=Path, help="keep the results in this file, and continue from it")
@@ -188,7 +188,7 @@ def main() -> None:
     if options.full:
         shapes += [
             (name, {"tokens": 64, "epochs": n, "hidden": hidden, "layers": layers, "vocabulary": 32000})
-            for name, hidden, layers in (("67M", 768, 6), ("130M", 960, 9))
+            for name, hidden, layers in (("67M", 768, 6), ("138M", 576, 30))
             for n in epochs
         ]
     rows, groups = [], []
