@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "recipes"), str(Path(__file__).parent)]
 
 from measuring import steps_to_arrive  # noqa: E402
-from stories import is_available, write_dataset  # noqa: E402
+from stories import is_available, model_path, write_dataset  # noqa: E402
 
 from hh.report import load_pyplot  # noqa: E402
 from kl_lab import Setting, average, by_label, run_all, tail  # noqa: E402
@@ -105,7 +105,7 @@ def command_line(task: str, args: argparse.Namespace) -> list[str]:
     line = [*COMMON, *TASKS[task].split(), "--seeds", *map(str, args.seeds)]
     if task.startswith("stories"):
         data = write_dataset(args.assets, args.output)
-        model = str(args.assets / "stories260K")
+        model = model_path(args.assets, args.model)
         return [*line, "--model_name_or_path", model, "--reward", "stories.vader", "--dataset_name", str(data)]
     return [*line, "--cache_dir", str(args.cache)]
 
@@ -228,6 +228,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--assets", type=Path, help="folder of stories260K; without it the stories tasks are skipped")
+    parser.add_argument("--model", help="causal language model, folder or Hub id (default: stories260K of the assets)")
     parser.add_argument(
         "--cache", type=Path, default=ROOT / "outputs" / "hh_default", help="folder of the tiny models"
     )
@@ -238,6 +239,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--share", type=int, nargs=2, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--docs", action="store_true", help="only write the JSON's tables into docs/choosing.md")
     args = parser.parse_args(argv)
+    if args.model is not None and args.assets is None:
+        parser.error("--model needs --assets, which has the prompts")
     args.output.mkdir(parents=True, exist_ok=True)
     results_file = args.output / "controllers.json"
     if args.docs:

@@ -35,14 +35,14 @@ POINTS = 4  # measurements during a run
 def run_once(case: dict) -> None:
     """Train once in this process, and print the KL to the teacher on the way, CPU time and memory."""
     import torch
-    from stories import exact_kl, load_prompts
+    from stories import exact_kl, load_prompts, model_path
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
     from trl import DistillationConfig, DistillationTrainer
 
     from trl_klx import KLXGRPOConfig, KLXGRPOTrainer
 
     torch.set_num_threads(1)
-    path = Path(case["assets"]) / "stories260K"
+    path = model_path(case["assets"], case.get("model"))
     set_seed(case["seed"])
     tokenizer = AutoTokenizer.from_pretrained(path)
     if tokenizer.pad_token is None:
@@ -133,7 +133,8 @@ def show(cases: list[dict], results: Results) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("--assets", type=Path, help="folder of the model and the text")
+    parser.add_argument("--assets", type=Path, help="folder made by fetch_stories.py")
+    parser.add_argument("--model", help="causal language model, folder or Hub id (default: stories260K of the assets)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[10, 11, 12])
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--json", type=Path, help="keep the results in this file, and continue from it")
@@ -148,6 +149,8 @@ def main() -> None:
         for seed in options.seeds
         for name in RUNS
     ]
+    if options.model is not None:
+        cases = [case | {"model": options.model} for case in cases]
     results = Results(options.json)
     with stoppable():
         take_turns(__file__, [cases], results, 1, lambda case: sys.executable)

@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT / "recipes"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
 from measuring import llama_config, lm_head_share  # noqa: E402
-from stories import write_dataset  # noqa: E402
+from stories import model_path, write_dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
@@ -56,7 +56,7 @@ ROWS, TOKENS = 4, 128
 
 def load_model(args):
     if args.assets is not None:
-        path, data = args.assets / "stories260K", write_dataset(args.assets, args.output)
+        path, data = model_path(args.assets, args.model), write_dataset(args.assets, args.output)
         rows = [json.loads(line) for line in data.read_text().splitlines()]
     else:
         assets = prepare_default(args.cache)
@@ -246,6 +246,7 @@ def format_costs(table: list[dict]) -> str:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--assets", type=Path, help="folder of stories260K (default: the tiny model of ppo_hh.py)")
+    parser.add_argument("--model", help="causal language model, folder or Hub id (default: stories260K of the assets)")
     parser.add_argument(
         "--cache", type=Path, default=ROOT / "outputs" / "hh_default", help="folder of the tiny models"
     )
@@ -254,6 +255,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--docs", action="store_true", help="only write the JSON's tables into docs/choosing.md")
     parser.add_argument("--case", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.model is not None and args.assets is None:
+        parser.error("--model needs --assets, which has the prompts")
     if args.case is not None:
         print(json.dumps(measure_cost(*json.loads(args.case))))
         return

@@ -68,7 +68,7 @@ def run_once(case: dict) -> None:
     """Train once in this process, and print KL, coefficient and reward of every rollout."""
     import torch
     from peft import LoraConfig
-    from stories import load_task, vader
+    from stories import load_task, model_path, vader
     from transformers import set_seed
 
     from trl_klx import KLXGRPOConfig, KLXGRPOTrainer, KLXPPOConfig, KLXPPOTrainer, KLXRLOOConfig, KLXRLOOTrainer
@@ -102,7 +102,7 @@ def run_once(case: dict) -> None:
     assets = Path(case["assets"])
     set_seed(case["seed"])
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer, model, dataset = load_task(assets, folder)
+        tokenizer, model, dataset = load_task(assets, folder, model_path(assets, case.get("model")))
         args = config_class(
             output_dir=folder,
             **PLAIN_RUN,
@@ -185,7 +185,8 @@ def draw(cases: list[dict], results: Results, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("--assets", type=Path, help="folder of the model and the text")
+    parser.add_argument("--assets", type=Path, help="folder made by fetch_stories.py")
+    parser.add_argument("--model", help="causal language model, folder or Hub id (default: stories260K of the assets)")
     parser.add_argument("--setups", nargs="+", choices=list(SETUPS), default=list(SETUPS), metavar="SETUP")
     parser.add_argument("--seeds", nargs="+", type=int, default=[10, 11])
     parser.add_argument(
@@ -211,6 +212,8 @@ def main() -> None:
         cases = [
             first | {"controller": name, "rollouts": ROLLOUTS} for name in (options.controller, "adaptive", "free")
         ]
+    if options.model is not None:
+        cases = [case | {"model": options.model} for case in cases]
     results = Results(options.json)
     with stoppable():
         take_turns(__file__, [cases], results, 1, lambda case: sys.executable)

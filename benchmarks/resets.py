@@ -36,16 +36,16 @@ LAST = 20  # batches at the end over which the reward is averaged
 def run_once(case: dict) -> None:
     """Train once in this process, and print KL, reward and resets of every batch."""
     import torch
-    from stories import exact_kl, load_task, vader
+    from stories import exact_kl, load_task, model_path, vader
     from transformers import AutoModelForCausalLM, set_seed
 
     from trl_klx import KLXGRPOConfig, KLXGRPOTrainer
 
     torch.set_num_threads(1)
-    assets = Path(case["assets"])
+    assets, path = Path(case["assets"]), model_path(case["assets"], case.get("model"))
     set_seed(case["seed"])
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer, model, dataset = load_task(assets, folder)
+        tokenizer, model, dataset = load_task(assets, folder, path)
         args = KLXGRPOConfig(
             output_dir=folder,
             **PLAIN_RUN,
@@ -65,7 +65,7 @@ def run_once(case: dict) -> None:
     history = [entry for entry in trainer.state.log_history if "klx/kl" in entry]
     result = {name: [entry[key] for entry in history] for name, key in (("kl", "klx/kl"), ("reward", "reward"))}
     result["resets"] = [entry.get("klx/reference_resets", 0.0) for entry in history]
-    start = AutoModelForCausalLM.from_pretrained(assets / "stories260K", dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     kl, _ = exact_kl(trainer.model, start, trainer.processing_class, dataset[:256]["prompt"], LENGTH)
     result["kl_to_start"] = kl
     print(MARK + json.dumps(result), flush=True)
@@ -115,7 +115,8 @@ def draw(cases: list[dict], results: Results, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("--assets", type=Path, help="folder of the model and the text")
+    parser.add_argument("--assets", type=Path, help="folder made by fetch_stories.py")
+    parser.add_argument("--model", help="causal language model, folder or Hub id (default: stories260K of the assets)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[10, 11, 12])
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS), metavar="RUN")
     parser.add_argument("--batches", type=int, default=120)
@@ -132,6 +133,8 @@ def main() -> None:
         for seed in options.seeds
         for name in options.runs
     ]
+    if options.model is not None:
+        cases = [case | {"model": options.model} for case in cases]
     results = Results(options.json)
     with stoppable():
         take_turns(__file__, [cases], results, 1, lambda case: sys.executable)

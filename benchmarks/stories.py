@@ -4,7 +4,8 @@ A small pretrained model as a benchmark task: TinyStories prompts, and a reward 
 Benchmarks with `--assets FOLDER` expect in it the model `stories260K` and `text/tinystories_400k.txt`,
 400,000 characters of TinyStories. `benchmarks/fetch_stories.py FOLDER` brings both, and says where they come from.
 
-The reward needs PyPI's `vaderSentiment`.
+With `--model`, another causal language model, a folder or a Hub id, takes the model's place. The reward needs PyPI's
+`vaderSentiment`.
 """
 
 import json
@@ -12,6 +13,11 @@ from pathlib import Path
 
 
 PROMPT_WORDS, ANSWER_WORDS = 8, 40
+
+
+def model_path(assets: Path | str, model: str | None = None) -> str:
+    """The model to train: `model`, or the one among the assets."""
+    return model or str(Path(assets) / "stories260K")
 
 
 def vader(completions, **kwargs) -> list[float]:
@@ -77,10 +83,10 @@ def load_prompts(assets: Path, folder: str):
     return load_dataset("json", data_files=data, split="train", cache_dir=folder).remove_columns("chosen")
 
 
-def load_task(assets: Path, folder: str):
-    """Tokenizer, model and prompts, see [`load_prompts`]."""
+def load_task(assets: Path, folder: str, path: str):
+    """Tokenizer and model of `path`, and prompts, see [`load_prompts`]."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(assets / "stories260K", dtype=torch.float32)
-    return AutoTokenizer.from_pretrained(assets / "stories260K"), model, load_prompts(assets, folder)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return AutoTokenizer.from_pretrained(path), model, load_prompts(assets, folder)
