@@ -177,6 +177,7 @@ def test_a_dollar_sign_is_no_formula(tmp_path, capsys):
     assert (tmp_path / "x.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 def test_nothing_that_a_terminal_acts_on_is_printed(tmp_path):
     """Names of runs, metrics, controllers' states and files reach the terminal only as text."""
     run = tmp_path / f"run{ESCAPES}\nverdict: forged"

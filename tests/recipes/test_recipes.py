@@ -197,6 +197,7 @@ def test_local_file_in_split_and_raw_form(models, tmp_path, pairs):
     assert report["after"]["reward"] != report["before"]["reward"]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_penalty_beside_it(models, tmp_path, pairs):
     flags = ["--free_run=True", "--kl_target=0.01", "--learning_rate=0.01", "--max_steps=8", "--logging_steps=1"]
     report = run(models, pairs, tmp_path / "run", *flags)

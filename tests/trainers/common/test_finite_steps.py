@@ -115,6 +115,7 @@ def test_nothing_of_the_step_is_left(optim, spoil, tmp_path):
     assert not hasattr(trainer.optimizer.optimizer, "found_inf")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*got a KL of nan:RuntimeWarning")
 @TRAINERS
 def test_several_in_a_row_stop_the_run(kind, spoil, tmp_path):

@@ -7,6 +7,9 @@ from support.tiny import build_model, build_trainer, logged, lora, reward_even_t
 from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
 
 
+pytestmark = pytest.mark.slow
+
+
 TRAINERS = {"grpo": KLXGRPOTrainer, "rloo": KLXRLOOTrainer, "ppo": KLXPPOTrainer}
 every_trainer = pytest.mark.parametrize("kind", TRAINERS)
 # Reverse KL at coefficient 1, not centered: the return of a completion is minus its KL to the teacher.
