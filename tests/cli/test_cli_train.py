@@ -245,11 +245,11 @@ def test_help_is_grouped_with_our_fields_first(name, capsys):
     assert titles[0] == "KL control" and titles[-1] == "launcher"
     assert ("PPO" in titles) == (name == "ppo")
     sections = dict(zip(titles, shown.split("\n\n")[-len(titles) :], strict=True))
-    assert "--kl_target " in sections["KL control"] and "--learning_rate" not in sections["KL control"]
+    words = {title: text.replace(",", " ").split() for title, text in sections.items()}
+    assert "--kl_target" in words["KL control"] and "--learning_rate" not in words["KL control"]
     assert "--reward_funcs" in sections["data and rewards"] and "--use_peft" in sections["model"]
     assert "--learning_rate" in sections["training (transformers)"]
     # Every flag is in exactly one group.
-    words = {title: text.replace(",", " ").split() for title, text in sections.items()}
     for action in make_parser(name)._actions:
         assert sum(action.option_strings[0] in text for text in words.values()) == 1, action.option_strings
 
