@@ -236,9 +236,6 @@ def draw_report(
         points = [(entry["step"], entry[key]) for entry in free if entry.get(key) is not None]
         if points and key != "klx/coef":
             axis.plot(*zip(*points, strict=True), color="0.5", linestyle=":", linewidth=2, label="no penalty")
-            axis.annotate(
-                "no penalty", points[-1], xytext=(4, 0), textcoords="offset points", color="0.35", va="center"
-            )
         points = [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None]
         if points:
             axis.plot(*zip(*points, strict=True), color="tab:blue", label="this run")

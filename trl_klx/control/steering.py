@@ -82,7 +82,7 @@ class Steering:
         for text in (warning, advice):
             if text is not None:
                 self.logger.warning(text)
-                self._send(text)
+                self.send_alert(text)
 
     def start_over(self) -> None:
         """Forget what was measured, as before the first batch. Advice that was given is not given again."""
@@ -99,7 +99,8 @@ class Steering:
             summary = self.adviser.summary()
             self.logger.log(logging.INFO if summary.startswith("KL held") else logging.WARNING, summary)
 
-    def _send(self, text: str) -> None:
+    def send_alert(self, text: str) -> None:
+        """Send an alert to the tracker, where there is one."""
         if self.alert is not None:
             self.alert(text)
 
@@ -145,7 +146,7 @@ class Steering:
                 "starts from the config."
             )
             warnings.warn(text, stacklevel=4)
-            self._send(text)
+            self.send_alert(text)
             return
         try:
             self.controller.load_state_dict(saved.get("state"))  # type: ignore[arg-type]

@@ -305,10 +305,12 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
             kl = TokenKL(*inputs["klx_measured"].unbind(-1))
         else:
             reference = Scored(inputs.get("klx_ref_logps"), inputs.get("klx_ref_hidden"))
-            heads, tokens = self._klx_heads(rollout), self._klx_tokens(inputs)
-            in_loss = self._klx_placement.in_loss and self.args.kl_estimator == "full"
-            exact = self._klx_exact_kl(inputs, rollout, policy, reference) if in_loss else None
-            kl = self._klx_control.measure(policy.detach(), reference, heads, tokens, exact)
+            heads = exact = None
+            if self._klx_placement.in_loss and self.args.kl_estimator == "full":
+                exact = self._klx_exact_kl(inputs, rollout, policy, reference)
+            else:
+                heads = self._klx_heads(rollout)
+            kl = self._klx_control.measure(policy.detach(), reference, heads, self._klx_tokens(inputs), exact)
         self._klx_apply(inputs, rollout, kl)
         if rollout.pending > 0:
             rollout.pending -= 1

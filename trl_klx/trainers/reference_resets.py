@@ -34,8 +34,7 @@ class ReferenceResetsMixin(ForwardPassMixin):
             clear_state(self.optimizer)
         said = f"The KL reference is now the policy of step {self.state.global_step} (reset {reference.resets})."
         self.kl_control.logger.info(said)
-        if self.kl_control.alert is not None:
-            self.kl_control.alert(said)
+        self.kl_control.send_alert(said)
 
     def _klx_reset_if_stalled(self) -> None:
         # Between two rollouts: no batch is then scored by one reference and trained against another.
