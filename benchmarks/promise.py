@@ -15,6 +15,7 @@ python benchmarks/promise.py --assets ASSETS --json promise.json --seeds 10 --fi
 """
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -37,7 +38,8 @@ SAME_WHEN_FREE = (
     "start 0.005",
     "start 0.5",
 )
-# What each setup changes. `algorithm` and `lora` are ours; everything else is a field of the config.
+# What each setup changes. `algorithm`, `lora` and `away` are ours; everything else is a field of the config. `away` is
+# how many batches the policy is first trained without a penalty, so that it starts far from its reference.
 SETUPS = {
     "default": {},
     "exact KL": {"kl_statistic": "full"},
@@ -54,14 +56,24 @@ SETUPS = {
     "4 steps per rollout": {"num_iterations": 4},
     "8 steps per rollout": {"num_iterations": 8},
     "4 mini-batches": {"steps_per_generation": 4, "per_device_train_batch_size": 8},
-    "4 rollouts per step": {"gradient_accumulation_steps": 4, "steps_per_generation": 1},
+    "4 rollouts per step": {
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 1,
+        "per_device_train_batch_size": 8,
+    },
     "LoRA": {"lora": True, "learning_rate": 5 * RATE},
     "start 0.005": {"kl_penalty_coef": 0.005},
     "start 0.5": {"kl_penalty_coef": 0.5},
     "RLOO": {"algorithm": "rloo"},
     "PPO, 1 epoch": {"algorithm": "ppo", "num_ppo_epochs": 1},
     "PPO, 4 epochs": {"algorithm": "ppo", "num_ppo_epochs": 4},
+    "PPO, 4 epochs, guarded": {"algorithm": "ppo", "num_ppo_epochs": 4, "kl_lr_guard": True},
+    "from 10 x the target": {"away": 25},
 }
+# Setups without a free run of their own: a free run never comes to the target, or is that of another setup.
+NO_FREE_RUN = {"from 10 x the target": None, "PPO, 4 epochs, guarded": "PPO, 4 epochs"} | dict.fromkeys(
+    SAME_WHEN_FREE, "default"
+)
 
 
 def run_once(case: dict) -> None:
@@ -88,7 +100,7 @@ def run_once(case: dict) -> None:
         fields |= {"kl_monitor": True, "kl_penalty_coef": 0.0, "beta": 0.0}
     elif case["controller"] != "hold":
         fields = {"kl_penalty_coef": 0.05, "kl_controller": case["controller"]} | fields
-    algorithm = fields.pop("algorithm", "grpo")
+    algorithm, away = fields.pop("algorithm", "grpo"), fields.pop("away", 0)
     config_class, trainer_class = {
         "grpo": (KLXGRPOConfig, KLXGRPOTrainer),
         "rloo": (KLXRLOOConfig, KLXRLOOTrainer),
@@ -103,24 +115,27 @@ def run_once(case: dict) -> None:
     set_seed(case["seed"])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer, model, dataset = load_task(assets, folder, model_path(assets, case.get("model")))
-        args = config_class(
-            output_dir=folder,
-            **PLAIN_RUN,
-            lr_scheduler_type="constant",
-            temperature=1.0,
-            seed=case["seed"],
-            max_steps=case["rollouts"] * passes,
-            **fields,
-        )
-        trainer = trainer_class(
-            model=model,
-            reward_funcs=vader,
-            args=args,
-            train_dataset=dataset,
-            processing_class=tokenizer,
-            peft_config=adapter,
-        )
-        trainer.train()
+
+        def train(rollouts: int, **settings):
+            run = {"output_dir": folder, "lr_scheduler_type": "constant", "temperature": 1.0, "seed": case["seed"]}
+            trainer = trainer_class(
+                model=model,
+                reward_funcs=vader,
+                args=config_class(**PLAIN_RUN, **run, max_steps=rollouts * passes, **settings),
+                train_dataset=dataset,
+                processing_class=tokenizer,
+                peft_config=adapter,
+                **({"ref_model": reference} if reference is not None else {}),
+            )
+            trainer.train()
+            return trainer
+
+        reference = None
+        if away:
+            start = copy.deepcopy(model)
+            train(away, **{name: value for name, value in fields.items() if not name.startswith("kl_")})
+            reference = start
+        trainer = train(case["rollouts"], **fields)
     history = [entry for entry in trainer.state.log_history if "klx/kl" in entry]
     names = {"kl": "klx/kl", "coef": "klx/coef", "reward": "reward"}
     print(MARK + json.dumps({name: [entry[key] for entry in history] for name, key in names.items()}), flush=True)
@@ -136,7 +151,7 @@ def show(setups: list[str], cases: list[dict], results: Results) -> None:
                 results.runs[results.key(case)][0]
                 for case in cases
                 if (case["controller"] == "free") == free
-                and case["setup"] == ("default" if free and setup in SAME_WHEN_FREE else setup)
+                and case["setup"] == (NO_FREE_RUN.get(setup, setup) if free else setup)
                 and results.count(case)
             ]
             for free in (False, True)
@@ -146,11 +161,13 @@ def show(setups: list[str], cases: list[dict], results: Results) -> None:
         kls = [run["kl"] for run in runs[False]]
         tails = [kl[len(kl) // 2 :] for kl in kls]
         errors = [relative_rms_error(tail, target) for tail in tails]
-        arrivals = {free: [steps_to_arrive(run["kl"], target) for run in runs[free]] for free in runs}
+        above = "away" in SETUPS[setup]
+        arrivals = {free: [steps_to_arrive(run["kl"], target, above) for run in runs[free]] for free in runs}
         shown = {free: ", ".join("never" if at is None else str(at) for at in arrivals[free]) for free in runs}
         print(
             f"| {setup} | {' '.join(f'{error:.2f}' for error in errors)} "
-            f"| {' '.join(f'{max(kl) / target:.2f}' for kl in kls)} "
+            # The way down from above is not a peak.
+            f"| {' '.join(f'{max(kl) / target:.2f}' for kl in (tails if above else kls))} "
             f"| {statistics.fmean(statistics.fmean(tail) for tail in tails) / target:.2f} "
             f"| {shown[False]}; {shown[True]} "
             f"| {statistics.fmean(statistics.fmean(run['reward']) for run in runs[False]):.3f} |"
@@ -205,7 +222,7 @@ def main() -> None:
         for seed in options.seeds
         for setup in options.setups
         for controller, rollouts in ((options.controller, ROLLOUTS), ("free", ROLLOUTS // 2))
-        if not (controller == "free" and setup in SAME_WHEN_FREE)
+        if not (controller == "free" and setup in NO_FREE_RUN)
     ]
     if options.figure is not None:
         first = {"setup": options.setups[0], "seed": options.seeds[0], "assets": str(options.assets)}

@@ -9,7 +9,7 @@ from .base import BatchMeasurement, KLController, safe_exp
 from .hold_state import HoldConstants, HoldKLControllerState, propagate
 
 
-FIRST_COEF = 0.05  # if unset; the choice hardly matters, because the penalty does not pull at the reference
+FIRST_COEF = 0.2  # if unset; the choice hardly matters, because the penalty does not pull at the reference
 
 FIRST_LR_FACTOR = 0.1  # guards the learning rate until the first move has been seen
 
@@ -22,11 +22,12 @@ class HoldKLController(KLController):
     distance `x = sqrt(kl / target)`, which is 1 at the target. The reward drives the policy away; the penalty drags it
     back. The drag grows with `coef * x`. Adam's momentum makes the speed `v` lag behind both:
 
-    `v <- momentum * v + (1 - momentum) * a * (1 - coef * x / hold)`, `x <- x + v`
+    `v <- momentum * v + (1 - momentum) * a * (1 - coef * x / hold + noise)`, `x <- x + v`
 
     `a` is the free speed: the greatest one the policy has shown. `hold` is the coefficient at which a policy at the
-    target stands still. A batch shows it, up to a bias: it is `exp(bias) * drive / drag` there. A Kalman filter on
-    this model estimates `x`, `v` and `bias` from the measured KL and its standard error.
+    target stands still. A batch shows it, up to a bias: it is `exp(bias) * drive / drag` there. All steps on a rollout
+    share its coefficient, its `x` and its noise. A Kalman filter on this model estimates `x`, `v` and `bias` from the
+    measured KL and its standard error.
 
     The law looks ahead to the weights that its coefficient will act on. It wants to go the rest of the way in
     `horizon` optimizer steps, and not faster than `pace * a`. That is the wanted speed `w * a`. It then asks which
@@ -57,7 +58,7 @@ class HoldKLController(KLController):
     needs_start = False
     uses = frozenset({"target", "min_coef", "max_coef"})
     formula = (
-        "hold * (1 - w - lead * (w - v / a)) / max(x, 1), w = clip((1 - x) / max(horizon * a, 1/3), -0.9, 0.9), "
+        "hold * (1 - w - lead * (w - v / a)) / max(x, 1), w = clip((1 - x) / max(horizon * a, 1/5), -0.9, 0.9), "
         "x = sqrt(kl / target), v = dx/dstep, hold = exp(bias) * drive / drag at x = 1"
     )
     state_class = HoldKLControllerState
@@ -132,16 +133,14 @@ class HoldKLController(KLController):
                 state = replace(state, free_speed=speed / rate)
             state = self._predict(replace(state, steps=steps, rate=rate))
         state = self._correct(state, measured, variance, moved)
-        state = self._weigh(state, batch, measured)
+        state = replace(self._weigh(state, batch, measured), acting=self.value)
         if not moved or not state.live:
             self._state = state
             return self.value
         return self._decide(state, before)
 
     def _hold(self, state: HoldKLControllerState) -> float:
-        k = self.constants
-        # The drive's mean may be negative by chance; a fifth of its usual size is the least it counts.
-        drive = max(state.drive, 0.2 * state.drive_size)
+        k, drive = self.constants, self._drive(state)
         if state.drag <= 0.0 or drive <= 0.0:
             return max((self.init_coef or FIRST_COEF) * safe_exp(state.bias), self.min_coef)
         share = k.usual_diffusion
@@ -149,49 +148,82 @@ class HoldKLController(KLController):
             share = min(k.diffusion * state.drive_variance / drive**2, k.most_diffusion)
         return max(drive / state.drag * (1.0 + share) * safe_exp(state.bias), self.min_coef)
 
-    def _follows(self, age: float) -> float:
+    def _drive(self, state: HoldKLControllerState) -> float:
         """
-        Share of a gradient in Adam's step of that number. Its first moment starts at 0 and is corrected for that.
+        The mean drive. A batch scatters by about as much as its mean, so the usual correlation of advantage and KL
+        counts too, for some completions.
+        """
+        k = self.constants
+        if state.drive_variance is None:
+            return state.drive
+        deviation = math.sqrt(state.drive_variance * state.completions)
+        weight = k.usual_weight / (k.usual_weight + state.completions * state.batches)
+        drive = state.drive + weight * (k.usual_correlation * deviation - state.drive)
+        return max(drive, k.least_correlation * deviation)
+
+    def _response(self, steps: float, age: float) -> tuple[float, float, float, float]:
+        """
+        What some optimizer steps on one rollout make of a speed and of a constant push in units of the free speed:
+        `x += xv * v + xp * push`, `v = vv * v + vp * push`. Adam's first moment starts at 0 and is corrected for that,
+        so that its first steps follow the push more closely; `age` is the number of steps before.
         """
         momentum = self.constants.momentum
-        return (1.0 - momentum) / (1.0 - math.pow(momentum, max(age, 1.0)))
+        xv, xp, vv, vp = 0.0, 0.0, 1.0, 0.0
+        for step in range(max(round(steps), 1)):
+            follows = (1.0 - momentum) / (1.0 - math.pow(momentum, age + step + 1.0))
+            vv, vp = (1.0 - follows) * vv, vp + follows * (1.0 - vp)
+            xv, xp = xv + vv, xp + vp
+        return xv, xp, vv, vp
 
-    def _move(
-        self, distance: float, speed: float, free: float, age: float, state: HoldKLControllerState
-    ) -> tuple[float, float]:
-        """Distance and speed one optimizer step later, at the coefficient in force."""
-        follows = self._follows(age)
-        push = max(state.live - self.value * distance / self._hold(state), -8.0)
-        speed += follows * (free * push - speed)
-        return max(distance + speed, 0.0), speed
+    def _push(self, distance: float, coef: float, state: HoldKLControllerState) -> float:
+        """
+        What the penalty leaves of the drive, over all steps on a rollout: its advantages were measured at its start.
+        """
+        return max(state.live - coef * distance / self._hold(state), -8.0)
 
     def _predict(self, state: HoldKLControllerState) -> HoldKLControllerState:
         """The state after the optimizer steps of one rollout, before its KL is seen."""
-        k = self.constants
+        k, distance, speed = self.constants, state.distance or 0.0, state.speed
         free = (state.free_speed or 0.0) * state.rate
-        gust, drift = (k.gusts * free) ** 2, k.drift**2 * min(1.0, free / k.full_speed)
-        distance, speed, c = state.distance or 0.0, state.speed, state.covariance
-        age, drag_rate = state.age, free * self.value / self._hold(state)
-        for _ in range(max(round(state.steps), 1)):
-            age += 1.0
-            follows = self._follows(age)
-            # The speed's derivatives by distance, speed and bias.
-            row = (-follows * drag_rate, 1.0 - follows, follows * drag_rate * distance)
-            c = propagate(((1.0 + row[0], row[1], row[2]), row, (0.0, 0.0, 1.0)), c)
-            c = (
-                (c[0][0] + gust, c[0][1] + gust, c[0][2]),
-                (c[1][0] + gust, c[1][1] + gust, c[1][2]),
-                (c[2][0], c[2][1], c[2][2] + drift),
-            )
-            distance, speed = self._move(distance, speed, free, age, state)
-        return state.with_covariance(c, distance=distance, speed=speed, age=age)
+        # Those steps followed the batch measured before them, and so the coefficient that it was given.
+        coef = self.value if state.acting is None else state.acting
+        xv, xp, vv, vp = self._response(state.steps, state.age)
+        push = free * self._push(distance, coef, state)
+        by_distance = -free * coef / self._hold(state)
+        by_bias = -by_distance * distance
+        c = propagate(
+            ((1.0 + xp * by_distance, xv, xp * by_bias), (vp * by_distance, vv, vp * by_bias), (0.0, 0.0, 1.0)),
+            state.covariance,
+        )
+        # All steps on a rollout share its noise.
+        noise = (free * self._push_noise(state)) ** 2
+        drift = (k.drift if distance < k.arrived else k.drift_there) ** 2 * state.steps * min(1.0, free / k.full_speed)
+        c = (
+            (c[0][0] + xp * xp * noise, c[0][1] + xp * vp * noise, c[0][2]),
+            (c[1][0] + xp * vp * noise, c[1][1] + vp * vp * noise, c[1][2]),
+            (c[2][0], c[2][1], c[2][2] + drift),
+        )
+        return state.with_covariance(
+            c,
+            distance=max(distance + xv * speed + xp * push, 0.0),
+            speed=vv * speed + vp * push,
+            age=state.age + max(round(state.steps), 1),
+        )
+
+    def _push_noise(self, state: HoldKLControllerState) -> float:
+        """Standard deviation of a rollout's push, from the scatter of its completions."""
+        k = self.constants
+        drive = self._drive(state)
+        if state.drive_variance is None or drive <= 0.0:
+            return k.usual_gusts
+        return min(max(k.gusts * math.sqrt(state.drive_variance) / drive, k.least_gusts), k.most_gusts)
 
     def _correct(
         self, state: HoldKLControllerState, measured: float, variance: float, moved: bool
     ) -> HoldKLControllerState:
         """The state after one measured distance."""
         assert state.distance is not None
-        c = state.covariance
+        k, c = self.constants, state.covariance
         total = max(c[0][0], 0.0) + variance
         limit = 3.0 * math.sqrt(total)
         surprise = min(max(measured - state.distance, -limit), limit)
@@ -199,7 +231,8 @@ class HoldKLController(KLController):
         speed = state.speed + gain[1] * surprise
         free = state.free_speed
         if free is not None and state.live and moved:
-            free = max(free, abs(speed) / state.rate)
+            # One outlier must not pass for a speed.
+            free = min(max(free, abs(speed) / state.rate), k.faster * free)
         bias = gain[2] * surprise * min(state.distance, 1.0)
         c = tuple(tuple(c[i][j] - gain[i] * c[0][j] for j in range(3)) for i in range(3))
         return replace(
@@ -231,9 +264,9 @@ class HoldKLController(KLController):
             state,
             live=1.0,
             batches=batches,
+            completions=float(batch.completions),
             drive=state.drive + (drive - state.drive) / batches,
             drive_variance=variance,
-            drive_size=state.drive_size + (abs(drive) - state.drive_size) / batches,
             drag=state.drag + (drag - state.drag) / batches,
         )
 
@@ -252,10 +285,12 @@ class HoldKLController(KLController):
             excess = min(excess, 1.0 if stays_above else 1.0 - k.arrived)
             state = replace(state, bias=state.bias + k.integral * excess * min(free * state.steps, k.longest))
         state = self._state = self._keep_bias_bounded(state)
+        assert state.distance is not None
 
-        distance, speed = state.distance or 0.0, state.speed
-        for step in range(max(round(state.steps), 1)):
-            distance, speed = self._move(distance, speed, free, state.age + step + 1.0, state)
+        # The steps on the batch just measured are still to come, at the coefficient that it was given.
+        xv, xp, vv, vp = self._response(state.steps, state.age)
+        push = free * self._push(state.distance, self.value, state)
+        distance, speed = max(state.distance + xv * state.speed + xp * push, 0.0), vv * state.speed + vp * push
         horizon = max(k.horizon, k.horizon_rollouts * state.steps)
         coasted = coasts * (1.0 - math.pow(k.momentum, horizon))
         lead = coasted / (horizon - coasted)

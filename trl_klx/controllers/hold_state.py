@@ -18,7 +18,8 @@ class HoldConstants:
         momentum (`float`):
             Adam's first beta. It decides how long the policy coasts.
         horizon (`float`):
-            Optimizer steps in which the rest of the way is to be gone. Shorter overshoots, longer arrives late.
+            Optimizer steps in which the rest of the way is to be gone. Shorter answers to noise, longer arrives late
+            and wanders.
         horizon_rollouts (`float`):
             Rollouts that the horizon covers at least. A coefficient acts for one; it cannot correct sooner.
         shortest_way (`float`):
@@ -28,11 +29,22 @@ class HoldConstants:
             Share of its free speed at which the policy approaches. The rest is kept to learn how well the penalty
             brakes.
         release, brake (`float`):
-            Limits of the push. Some penalty always stays; one batch brakes with at most twice the drive.
+            Limits of the push. Some penalty always stays; one batch brakes with at most three times the drive.
         gusts (`float`):
-            Random push of one optimizer step, in units of the free speed. Gradient noise after momentum.
-        drift (`float`):
-            Change of `log hold` in one optimizer step at full speed. It sets how fast the law learns.
+            Random part of a rollout's push, in units of the relative error of its drive. Real training asks for about
+            half of it; the rest covers what the model leaves out.
+        usual_gusts, least_gusts, most_gusts (`float`):
+            That part where no error of the drive is given, and the limits of what is believed.
+        faster (`float`):
+            Growth of the free speed in one batch, at most. An outlier of the KL must not pass for a speed.
+        usual_correlation, usual_weight (`float`):
+            Correlation of advantage and KL over completions that is usual, and for how many completions it counts. One
+            batch of 32 tells the drive to about its own size.
+        least_correlation (`float`):
+            The least correlation that is believed. The mean drive may be negative by chance.
+        drift, drift_there (`float`):
+            Change of `log hold` in one optimizer step at full speed: on the way, and where the policy has arrived. It
+            sets how fast the law learns.
         diffusion (`float`):
             Gradient noise adds to the KL too, and the drive does not show it. It counts as this many times
             `(drive_error / drive)^2` of the drive.
@@ -54,7 +66,7 @@ class HoldConstants:
             Growth of `log hold` per unit of excess and of way. As the policy learns, the coefficient that holds it
             drifts, and the filter alone would lag behind. In units of the way, it cannot wind up while nothing moves.
         arrived (`float`):
-            Distance from which on it counts.
+            Distance from which on it counts, and from which on the policy has arrived.
         longest (`float`):
             The most way of one rollout that it counts.
         band (`float`):
@@ -62,18 +74,26 @@ class HoldConstants:
     """
 
     momentum: float = 0.9
-    horizon: float = 7.0
-    horizon_rollouts: float = 3.0
-    shortest_way: float = 1 / 3
+    horizon: float = 5.0
+    horizon_rollouts: float = 2.0
+    shortest_way: float = 0.2
     pace: float = 0.9
     release: float = 0.9
-    brake: float = -1.0
-    gusts: float = 0.06
+    brake: float = -2.0
+    gusts: float = 1.2
+    usual_gusts: float = 0.6
+    least_gusts: float = 0.1
+    most_gusts: float = 1.4
+    faster: float = 1.25
+    usual_weight: float = 300.0
+    usual_correlation: float = 0.2
+    least_correlation: float = 0.05
     drift: float = 0.1
+    drift_there: float = 0.05
     diffusion: float = 4.0
     usual_diffusion: float = 1.2
     most_diffusion: float = 2.5
-    spread: float = 0.5
+    spread: float = 0.7
     memory: float = 40.0
     quietest: float = 0.04
     usual_noise: float = 0.1
@@ -91,10 +111,11 @@ class HoldKLControllerState(KLControllerState):
     """
     The coefficient, and what the law knows. `distance` is `sqrt(kl / target)`, `None` before the first KL above 0.
     `speed` is its change per optimizer step. `free_speed` is the greatest one seen, per unit of learning rate, `None`
-    before the first move. `bias` is `log(hold / (drive / drag))`. `drive`, `drag` and `drive_size` are means of what
-    the batches showed, scaled to the target; `batches` is how many. `c..` is the covariance of distance, speed and
+    before the first move. `bias` is `log(hold / (drive / drag))`. `drive`, `drag` and `drive_variance`, the squared
+    error of the former, are means of what the batches showed, scaled to the target; `batches` is how many, and
+    `completions` the size of the last. `c..` is the covariance of distance, speed and
     bias. `steps` and `rate` are the optimizer steps of the last rollout and their learning rate; `age` counts all
-    steps.
+    steps. `acting` is the coefficient that the batch measured last was given, which those steps follow.
     """
 
     # Far wider than any run needs. Rounding may leave a variance slightly below 0.
@@ -104,10 +125,10 @@ class HoldKLControllerState(KLControllerState):
         "bias": (-1e3, 1e3),
         "free_speed": (1e-30, 1e30),
         "drive": (-1e30, 1e30),
-        "drive_size": (0.0, 1e30),
         "drive_variance": (0.0, 1e60),
         "drag": (0.0, 1e30),
         "batches": (0.0, 1e12),
+        "completions": (0.0, 1e12),
         "c00": (-1e-9, 1e12),
         "c01": (-1e12, 1e12),
         "c02": (-1e12, 1e12),
@@ -118,6 +139,7 @@ class HoldKLControllerState(KLControllerState):
         "rate": (1e-30, 1e30),
         "live": (0.0, 1.0),
         "age": (0.0, 1e12),
+        "acting": (0.0, 1e30),
     }
 
     distance: float | None = None
@@ -125,10 +147,10 @@ class HoldKLControllerState(KLControllerState):
     bias: float = 0.0
     free_speed: float | None = None
     drive: float = 0.0
-    drive_size: float = 0.0
     drive_variance: float | None = None
     drag: float = 0.0
     batches: float = 0.0
+    completions: float = 0.0
     c00: float = 0.0
     c01: float = 0.0
     c02: float = 0.0
@@ -139,6 +161,7 @@ class HoldKLControllerState(KLControllerState):
     rate: float = 1.0
     live: float = 1.0
     age: float = 0.0
+    acting: float | None = None
 
     @property
     def covariance(self) -> Matrix:

@@ -234,11 +234,11 @@ class TestInterface:
         x = state.distance + v
         horizon = k.horizon
         lead = (lambda coasted: coasted / (horizon - coasted))(9 * (1 - 0.9**horizon))
-        w = min(max((1 - x) / max(horizon * a, 1 / 3), -0.9), 0.9)
+        w = min(max((1 - x) / max(horizon * a, 1 / 5), -0.9), 0.9)
         assert coef == pytest.approx(hold * (1 - w - lead * (w - v / a)) / max(x, 1))
         assert all(
             part in controller.formula
-            for part in ("hold * (1 - w - lead * (w - v / a)) / max(x, 1)", "1/3", "-0.9, 0.9")
+            for part in ("hold * (1 - w - lead * (w - v / a)) / max(x, 1)", "1/5", "-0.9, 0.9")
         )
 
 
