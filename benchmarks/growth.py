@@ -187,31 +187,33 @@ def line_through(points: list[tuple[float, float]]) -> tuple[float, float]:
 def grow_with_batch() -> None:
     import torch
 
-    from trl_klx.control.metrics import Sums
-    from trl_klx.control.rollout import TokenKL
+    from trl_klx import KLControl, KLReference, Scored, get_kl_controller
+    from trl_klx.control.rollout import Pull
     from trl_klx.maths.advantages import center_kl_advantages, discount_kl
-    from trl_klx.maths.estimators import estimate_kl
-    from trl_klx.maths.totals import kl_totals, sum_kl_per_sequence
 
     torch.set_num_threads(1)
-    points = {"estimators and statistic": [], "centering": [], "KL-to-go": []}
+    # As GRPO with `kl_target` does it: the default controller, which reads drive and drag from the batch.
+    controller = get_kl_controller("hold", target=1.0)
+    control = KLControl(controller, KLReference({"kind": "benchmark"}), name="hold", target=1.0)
+    points = {"statistic and controller": [], "centering": [], "KL-to-go": []}
     print("| completions | tokens | " + " | ".join(f"{name}, ms" for name in points) + " |")
     print("|---|---|" + "---|" * len(points))
     for batch, length in itertools.product((8, 32, 128, 512, 2048), (64, 512, 4096)):
         policy, reference = -torch.rand(2, batch, length)
         mask = torch.arange(length) < torch.randint(length // 2, length + 1, (batch, 1))
 
-        def measure(policy=policy, reference=reference, mask=mask):
-            kl = TokenKL(*(estimate_kl(policy, reference, kind) for kind in ("k1", "k3", "k1")))
-            sums = Sums()
-            sums.add("kl", *kl_totals(kl.statistic, mask))
-            sums.add("k1", kl_totals(kl.k1, mask)[0])
-            sum_kl_per_sequence(kl.statistic, mask)
-            return sums.pop(lambda totals: totals)
+        advantages = torch.randn(batch)
+
+        def steer(policy=policy, reference=reference, mask=mask, advantages=advantages):
+            rollout = control.begin()
+            kl = control.measure(Scored(policy), Scored(reference))
+            # Any tensor of this shape costs the same as the adjustment, whose making is the next column.
+            control.add(rollout, kl, mask, adjustment=reference, pull=Pull(advantages))
+            return control.finish(rollout, lambda totals: totals, train=True)
 
         calls = {
-            "estimators and statistic": measure,
-            "centering": lambda kl=policy, mask=mask, advantages=policy[:, 0]: center_kl_advantages(
+            "statistic and controller": steer,
+            "centering": lambda kl=policy, mask=mask, advantages=advantages: center_kl_advantages(
                 advantages, kl, mask, 0.1
             ),
             "KL-to-go": lambda kl=policy, mask=mask: discount_kl(kl, mask, 0.95),

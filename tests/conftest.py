@@ -8,7 +8,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Two threads are slower than one on models this small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import functools
 import gc
+import importlib.metadata
 
 import pytest
 import torch
@@ -17,6 +19,9 @@ from support.tiny import build_model, build_tokenizer
 
 
 torch.set_num_threads(1)
+# Whenever accelerate unwraps a model, it parses the metadata of packages to see that they are installed: a tenth of a
+# training run on models this small.
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 # Silence TRL's warnings about experimental features.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 

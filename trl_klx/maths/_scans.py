@@ -5,6 +5,8 @@ None of them changes what a formula means. Each function says what it saves.
 """
 
 import functools
+import math
+import sys
 from collections.abc import Callable
 
 import torch
@@ -146,3 +148,64 @@ def suffix_sum(values: torch.Tensor, discount: float, out: torch.Tensor | None =
     with torch.autocast(values.device.type, enabled=False):
         sums = _blocked_suffix_sum(values.to(wide_dtype(values.device)), discount)
     return sums.to(values.dtype) if out is None else out.copy_(sums)
+
+
+def can_scan_over_holes(values: torch.Tensor, discount: float) -> bool:
+    """
+    Whether [`suffix_sum_over_holes`] works for `values`: on little-endian CPUs, as it reads bytes as bits, and where
+    its weights are neither too large for fp32 (up to `discount^-16`) nor too small for fp64 (down to `discount^T`).
+    """
+    if values.device.type != "cpu" or sys.byteorder != "little" or discount < 0.5:
+        return False
+    return -math.log2(discount) * values.shape[1] <= 1000.0
+
+
+@functools.lru_cache(maxsize=2)
+def _pattern_weights(discount: float) -> tuple[torch.Tensor, torch.Tensor]:
+    # For each of the 2^K patterns of a block's mask, where bit t is the mask of position t: (2^K, K) with
+    # `discount^-(holes before t)`, infinite at holes, and (2^K,) with the log2 of `discount^tokens`. Together 4.5 MB.
+    with torch.inference_mode(False):
+        tokens = (torch.arange(2**_BLOCK)[:, None] >> torch.arange(_BLOCK)) & 1
+        holes_before = (1 - tokens).cumsum(1) - (1 - tokens)
+        powers = torch.pow(discount, -torch.arange(_BLOCK, dtype=torch.float64)).float()
+        weights = torch.where(tokens.bool(), powers[holes_before], math.inf)
+        return weights, tokens.sum(1).double() * math.log2(discount)
+
+
+def _block_patterns(mask: torch.Tensor) -> torch.Tensor:
+    """The mask of each block of a `(B, N * K)` mask as one number of K bits, shape `(B * N,)`."""
+    # Eight bools are an int64 with bytes of 0 or 1. The product collects them as the bits of its highest byte, and two
+    # such bytes make a block of 16. The mask is copied, because its storage may not be aligned to eight bytes.
+    eights = mask.clone(memory_format=torch.contiguous_format).view(torch.int64) * 0x0102040810204080
+    return eights.view(-1, 1).view(torch.uint8)[:, 7].contiguous().view(torch.int16).int() & 0xFFFF
+
+
+def suffix_sum_over_holes(values: torch.Tensor, mask: torch.Tensor, discount: float) -> torch.Tensor:
+    """
+    [`suffix_sum`] of the unmasked tokens, as if the masked ones had been deleted; 0 where masked. It needs
+    [`can_scan_over_holes`] and overwrites fp32 `values`, which may hold anything where masked.
+
+    It saves moving the tokens together and back. `discount^(s - t)` counts holes as well. With `h_t` holes before `t`
+    in its block, the right factor is that one times `discount^-h_s`, divided by `discount^-h_t`: weights before and
+    after a sum that knows nothing of holes. They are looked up by the pattern of the block's mask. The weights of
+    holes are infinite, so that dividing by them leaves 0.
+    """
+    batch, length = values.shape
+    padding = -length % _BLOCK
+    if padding:
+        values, mask = F.pad(values, (0, padding)), F.pad(mask, (0, padding))
+    patterns, (weights_of, logs_of) = _block_patterns(mask), _pattern_weights(discount)
+    weights = weights_of.index_select(0, patterns)  # (B * N, K)
+    values.view(-1, _BLOCK).mul_(weights)
+    powers = _block_weights(discount, values.dtype, values.device)
+    with torch.autocast("cpu", enabled=False):
+        sums = select(values, mask, values).view(-1, _BLOCK) @ powers
+    # The same over block totals, where a weight is `discount^(tokens before the block)`. The range of fp64 is wide
+    # enough to weight a whole row at once.
+    logs = logs_of.index_select(0, patterns).view(batch, -1)  # (B, N)
+    scales = (logs.cumsum(1) - logs).exp2_()
+    totals = (sums[:, 0].view(batch, -1) * scales).flip(1).cumsum(1).flip(1)
+    carry = (F.pad(totals[:, 1:], (0, 1)) / scales).to(values.dtype)
+    # What comes from later blocks is discounted to the start of this block, which is t positions too far.
+    sums.addcmul_(carry.view(-1, 1), powers[:, 0].reciprocal())
+    return sums.div_(weights).view(batch, -1)[:, :length]

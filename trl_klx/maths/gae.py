@@ -9,7 +9,16 @@ import functools
 
 import torch
 
-from ._scans import by_rows, has_no_holes, packing_slots, select, selector, suffix_sum
+from ._scans import (
+    by_rows,
+    can_scan_over_holes,
+    has_no_holes,
+    packing_slots,
+    select,
+    selector,
+    suffix_sum,
+    suffix_sum_over_holes,
+)
 from ._tensors import check_same_shape
 from .advantages import masked_mean
 
@@ -98,6 +107,13 @@ def _gae_of_rows(
     values = select(values, chosen, advantages)
     if has_no_holes(chosen):
         _lambda_returns(rewards, values, chosen, gamma, lam, returns)
+    elif lam >= 0.5 and can_scan_over_holes(values, gamma * lam):
+        # `gamma * (1 - lam) * V_{t+1}` is `gamma * lam * V_{t+1}` times this share, which is at most 1. So the values
+        # can be summed with the rewards of their own tokens, and that of token t, which is one too many, taken off.
+        share = (1.0 - lam) / lam
+        summands = torch.add(rewards, values, alpha=share, out=returns)
+        sums = suffix_sum_over_holes(summands, mask.bool(), gamma * lam)
+        torch.sub(sums, values, alpha=share, out=returns)
     else:
         mask = mask.bool()
         slots = packing_slots(mask)

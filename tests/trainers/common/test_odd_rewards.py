@@ -175,14 +175,3 @@ def test_masked_completion_pays_nothing(kind, tmp_path):
                 assert torch.allclose(advantages, given - mean, atol=1e-5)
                 checked += 1
     assert checked > 0
-
-
-@KINDS
-def test_masked_batches_are_told_once(kind, caplog, tmp_path):
-    fields = {"mask_truncated_completions": True, "max_completion_length": 2}
-    fields["generation_kwargs"] = {"suppress_tokens": [0, 1], "min_new_tokens": 2}
-    trainer = build(kind, tmp_path, **fields)
-    trainer.train()
-    assert trainer.state.global_step == 4
-    told = [record.message for record in caplog.records if "Every completion of a batch is masked" in record.message]
-    assert len(told) == 1

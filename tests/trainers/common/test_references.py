@@ -110,6 +110,9 @@ def settings_of(case: str, tmp_path, adapter_path, checkpoints) -> tuple[Path, d
     return output_dir, {name: make() for name, make in makers.items()}, fields
 
 
+INITIAL_POLICY = {"new lora, base", "new lora, step 0", "full, unset", "full, step 0", "trained lora, step 0"}
+
+
 @pytest.mark.parametrize("case", FIXED)
 def test_fixed_reference(case, tmp_path, adapter_path, checkpoints):
     output_dir, models, fields = settings_of(case, tmp_path, adapter_path, checkpoints)
@@ -123,6 +126,10 @@ def test_fixed_reference(case, tmp_path, adapter_path, checkpoints):
     for seen in trainer.seen:
         assert_used(seen, oracle)
     assert differ(rebuilt(trainer, 4), oracle, trainer.seen[-1])
+    first, second = (entry for entry in trainer.state.log_history[:2] if "klx/kl" in entry)
+    for name in ("klx/kl", "klx/kl_k1", "klx/kl_per_token"):
+        assert (abs(first[name]) <= 1e-6) == (case in INITIAL_POLICY), name
+    assert second["klx/kl"] > 1e-4
 
     # It is frozen.
     after = reference_tensors(trainer)
@@ -144,16 +151,6 @@ def test_fixed_reference(case, tmp_path, adapter_path, checkpoints):
         saved = PeftModel.from_pretrained(build_model(), tmp_path / "saved")
     last = trainer.seen[-1]
     torch.testing.assert_close(logps_of(saved, last), logps_of(rebuilt(trainer, 4), last), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("case", ["new lora, base", "new lora, step 0", "full, unset", "trained lora, step 0"])
-def test_kl_to_the_initial_policy_is_zero_at_the_first_batch(case, tmp_path, adapter_path, checkpoints):
-    output_dir, models, fields = settings_of(case, tmp_path, adapter_path, checkpoints)
-    trainer = run(output_dir, **models, **fields, max_steps=2)
-    first, second = (entry for entry in trainer.state.log_history if "klx/kl" in entry)
-    for name in ("klx/kl", "klx/kl_k1", "klx/kl_per_token"):
-        assert abs(first[name]) <= 1e-6
-    assert second["klx/kl"] > 1e-4
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
@@ -223,10 +220,25 @@ def test_policy_whose_adapter_is_not_called_default(tmp_path):
 # ---- Moving references ----
 
 
+SAVED = {"save_strategy": "steps", "save_steps": 2}
+
+
+def check_neither_trained_nor_saved(trainer, kind: str) -> None:
+    """The weights of a moving reference are neither in the optimizer nor among the policy's in a checkpoint."""
+    weights = reference_tensors(trainer)
+    assert weights and not any(weight.requires_grad or weight.grad is not None for weight in weights.values())
+    optimized = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
+    assert not optimized & {id(weight) for weight in weights.values()}
+    folder = Path(trainer.args.output_dir) / "checkpoint-2"
+    own = load_file(folder / ("model.safetensors" if kind == "full" else "adapter_model.safetensors"))
+    assert not [name for name in own if "klx" in name]
+    assert not [path for path in folder.rglob("*") if path.is_dir()]
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("lag", [1, 2, 3])
 def test_lag(tmp_path, kind, lag):
-    trainer = run(tmp_path, **made(kind), **PENALTY, kl_ref_lag=lag, max_steps=5)
+    trainer = run(tmp_path, **made(kind), **PENALTY, kl_ref_lag=lag, max_steps=5, **(SAVED if lag == 1 else {}))
     assert [seen["step"] for seen in trainer.seen] == [0, 1, 2, 3, 4]
     for seen in trainer.seen:
         assert_used(seen, rebuilt(trainer, max(0, seen["step"] - lag)))
@@ -236,6 +248,8 @@ def test_lag(tmp_path, kind, lag):
     assert trainer.kl_reference.identity == {"kind": "lag", "lag": lag}
     # Only the steps in between are kept.
     assert trainer.kl_reference.mover.kept_steps == list(range(6 - lag, 6))
+    if lag == 1:
+        check_neither_trained_nor_saved(trainer, kind)
 
 
 def test_lag_counts_optimizer_steps_where_a_batch_serves_several(tmp_path):
@@ -255,7 +269,7 @@ def test_lag_with_accumulated_gradients(tmp_path):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(("every", "alpha"), [(1, None), (2, None), (1, 0.3), (2, 0.5), (3, 1.0)])
 def test_sync(tmp_path, kind, every, alpha):
-    fields = {"kl_ref_sync_steps": every, "kl_ref_mixup_alpha": alpha}
+    fields = {"kl_ref_sync_steps": every, "kl_ref_mixup_alpha": alpha} | (SAVED if alpha == 0.3 else {})
     trainer = run(tmp_path, **made(kind), **PENALTY, **fields, max_steps=5)
     weight = 1.0 if alpha is None else alpha
     reference = trainer.steps.after[0]
@@ -269,20 +283,8 @@ def test_sync(tmp_path, kind, every, alpha):
         assert_used(seen, model)
     assert differ(rebuilt(trainer, 0), rebuilt(trainer, 4), trainer.seen[-1])
     assert trainer.kl_reference.identity == {"kind": "sync", "sync_steps": every, "mixup_alpha": weight}
-
-
-@pytest.mark.parametrize("fields", [{"kl_ref_lag": 1}, {"kl_ref_sync_steps": 1, "kl_ref_mixup_alpha": 0.3}], ids=str)
-@pytest.mark.parametrize("kind", MODELS)
-def test_moving_reference_is_not_trained_and_not_saved(tmp_path, kind, fields):
-    trainer = run(tmp_path, **made(kind), **PENALTY, **fields, save_strategy="steps", save_steps=2)
-    weights = reference_tensors(trainer)
-    assert weights and not any(weight.requires_grad or weight.grad is not None for weight in weights.values())
-    optimized = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
-    assert not optimized & {id(weight) for weight in weights.values()}
-    folder = tmp_path / "checkpoint-2"
-    own = load_file(folder / ("model.safetensors" if kind == "full" else "adapter_model.safetensors"))
-    assert not [name for name in own if "klx" in name]
-    assert not [path for path in folder.rglob("*") if path.is_dir()]
+    if alpha == 0.3:
+        check_neither_trained_nor_saved(trainer, kind)
 
 
 @pytest.mark.parametrize(

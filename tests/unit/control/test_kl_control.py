@@ -202,19 +202,21 @@ def test_nothing_of_accelerate_is_needed_to_warn(warns, monkeypatch):
     assert bool(control.finish(rollout, one_process, train=True)) == (warns == "drift")
 
 
-def test_ignored_tokens():
+@pytest.mark.parametrize("unit", ["sequence", "token"])
+def test_ignored_tokens(unit):
     tokens = torch.tensor([[5, 1, 7, 1], [1, 1, 9, 5]])
     mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
     assert build_control().mask(mask, tokens) is mask
     found = build_control(ignored=(1, 9)).mask(mask, tokens)
     assert found.tolist() == [[True, False, True, False], [False, False, False, False]]
-    # The mean leaves out a completion that has only ignored tokens.
-    control = build_control(ignored=(1, 9))
+    # The mean leaves out ignored tokens, and a completion that has no others.
+    control = build_control(ignored=(1, 9), unit=unit)
     policy, reference, _ = two_passes(rows=2, length=4)
     rollout = control.begin()
     control.add(rollout, control.measure(policy, reference), found)
     metrics = control.finish(rollout, one_process, train=True)
-    assert metrics["kl"] == pytest.approx(totals(policy, reference, found, "k3"), rel=1e-5)
+    per = 1 if unit == "sequence" else 2
+    assert metrics["kl"] == pytest.approx(totals(policy, reference, found, "k3") / per, rel=1e-5)
 
 
 # ---- State ----

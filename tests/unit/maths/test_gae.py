@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_klx.maths import _scans
+from trl_klx.maths import _scans, gae
 from trl_klx.maths.gae import clipped_value_loss, compute_gae, shape_rewards
 
 
@@ -112,6 +112,45 @@ class TestComputeGAE:
         # All summands of the returns are positive, so nothing cancels and every digit counts.
         torch.testing.assert_close(returns.double(), expected + values.double() * mask, rtol=1e-5, atol=1e-30)
         assert ((advantages.double() - expected).abs() <= 1e-5 * (expected + 1.0).abs()).all()
+
+    # The last three move the tokens together: 0.81^5000 would be too small a weight for fp64, and a small lambda would
+    # make the share of the values too large.
+    @pytest.mark.parametrize(
+        ("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.999, 0.999), (0.9, 0.9), (1.0, 0.4), (1.0, 1e-12)]
+    )
+    def test_long_sequences_with_holes(self, gamma, lam):
+        generator = torch.Generator().manual_seed(0)
+        rewards, values, chances = torch.rand(3, 3, 5000, generator=generator)
+        mask = chances < 0.8
+        mask[1, 1000:3000] = False  # whole blocks of holes
+        mask[1, 3200:] = False
+        mask[2, :4999] = False
+        advantages, returns = compute_gae(rewards, values, mask, gamma, lam)
+        expected = brute_force(rewards, values, mask, gamma, lam)
+        torch.testing.assert_close(returns.double(), expected + values.double() * mask, rtol=2e-6, atol=1e-6)
+        assert ((advantages.double() - expected).abs() <= 2e-6 * (expected + 1.0).abs()).all()
+
+    def test_holes_on_other_devices(self, monkeypatch):
+        # On other devices than CPUs the tokens are moved together.
+        rewards, values, mask = random_case(0, length=70)
+        expected = compute_gae(rewards, values, mask)
+        monkeypatch.setattr(gae, "can_scan_over_holes", lambda values, discount: False)
+        for result, same in zip(compute_gae(rewards, values, mask), expected, strict=True):
+            torch.testing.assert_close(result, same)
+
+    def test_a_mask_in_the_middle_of_its_storage(self):
+        rewards, values, mask = random_case(0, length=32)
+        storage = torch.zeros(3 + mask.numel(), dtype=torch.bool)
+        view = storage[3:].view_as(mask).copy_(mask)
+        for result, same in zip(compute_gae(rewards, values, view), compute_gae(rewards, values, mask), strict=True):
+            assert torch.equal(result, same)
+
+    def test_autocast_does_not_cost_digits(self):
+        rewards, values, mask = random_case(0, length=70)
+        expected = compute_gae(rewards, values, mask)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for result, same in zip(compute_gae(rewards, values, mask), expected, strict=True):
+                assert torch.equal(result, same)
 
     def test_lambda_one_is_reward_to_go_minus_value(self):
         rewards, values, _ = random_case(0)
