@@ -1,9 +1,11 @@
 """On-policy distillation: the reference is a teacher, with a reward next to it or none at all."""
 
+import math
+
 import pytest
 import torch
 
-from support.tiny import build_model, build_trainer, logged, lora, reward_even_tokens, trained_lora
+from support.tiny import build_dataset, build_model, build_trainer, logged, lora, reward_even_tokens, trained_lora
 from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
 
 
@@ -39,6 +41,30 @@ def test_the_kl_alone_trains(kind, placement, tmp_path):
     kls = logged(trainer, "klx/kl")
     assert sum(kls[-3:]) < 0.8 * sum(kls[:3])
     assert set(logged(trainer, "reward")) == {0.0} and set(logged(trainer, "klx/coef")) == {1.0}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_one_completion_per_prompt_is_enough_without_a_reward(kind, placement, tmp_path):
+    # A batch that no group of two would fill. The scores of single tokens are noisy, so it takes more steps.
+    steps = 60 if placement == "advantage" else 20
+    fields = LONG | PLACEMENTS[placement] | {"max_steps": steps, "per_device_train_batch_size": 15}
+    extras = {"ref_model": build_model(seed=3), "eval_dataset": build_dataset(5)}
+    trainer = run(tmp_path, kind, extras=extras, num_generations=1, per_device_eval_batch_size=5, **fields)
+    assert len(set(trainer._logs["prompt"])) == 15
+    kls = logged(trainer, "klx/kl")
+    assert sum(kls[-3:]) < 0.8 * sum(kls[:3])
+    trainer.evaluate()
+    values = [value for name in ("loss", "grad_norm", "eval_loss", "eval_klx/kl") for value in logged(trainer, name)]
+    assert len(values) == 2 * steps + 2 and all(math.isfinite(value) for value in values)
+    assert set(logged(trainer, "reward_std")) == {0.0}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("rewards", [reward_even_tokens, [reward_even_tokens]], ids=["one", "list"])
+def test_one_completion_per_prompt_is_refused_with_a_reward(kind, rewards, tmp_path):
+    with pytest.raises(ValueError, match="`num_generations=1` cannot be used with a reward.*to 2 or more"):
+        run(tmp_path, kind, rewards=rewards, num_generations=1, train=False)
 
 
 def test_ppo_trains_by_the_kl_too(tmp_path):
