@@ -93,7 +93,7 @@ def run_once(case: dict) -> None:
             # The reverse KL.
             trainer = DistillationTrainer(student, teacher, DistillationConfig(**common, beta=1.0), **shared)
         else:
-            args = KLXGRPOConfig(**common, num_generations=2, kl_penalty_coef=1.0, **fields)
+            args = KLXGRPOConfig(**common, num_generations=1, kl_penalty_coef=1.0, **fields)
             trainer = KLXGRPOTrainer(student, None, args, ref_model=teacher, **shared)
         trainer.train()
     steps = [after - before for before, after in zip(measure.stamps[1:], measure.stamps[2:], strict=False)]

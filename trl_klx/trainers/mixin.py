@@ -104,6 +104,7 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
         else:
             check_groups(args)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        self._klx_rewarded = reward_funcs is not no_reward
         if not TRL_HAS_EOS_TOKEN_IDS:
             self.eos_token_ids = [self._tokenizer.eos_token_id]
         check_launch(self.accelerator)
