@@ -95,6 +95,11 @@ class ForwardPassMixin(_Host):
         assert self.args.steps_per_generation is not None  # TRL has filled it in
         return self.args.steps_per_generation
 
+    @property
+    def _klx_steps_per_rollout(self) -> int:
+        """Optimizer steps per rollout."""
+        return self._klx_steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
+
     def _klx_reduce(self, totals: torch.Tensor) -> torch.Tensor:
         reduced: torch.Tensor = self.accelerator.reduce(totals, reduction="sum")
         return reduced
@@ -213,8 +218,11 @@ class ForwardPassMixin(_Host):
         if rollout.policy_head is None or trains_head(policy):
             rollout.policy_head = lm_head(policy, self.temperature)
         if rollout.reference_head is None:
-            with self._klx_control.reference.active() as model:
-                rollout.reference_head = lm_head(unwrapped(model), self.temperature)
+            reference = self._klx_control.reference
+            # Its hidden states are those of the rollout, so its head must not follow the policy between two steps.
+            copied = reference.mover is not None and self._klx_steps_per_rollout > 1 and trains_head(policy)
+            with reference.active() as model:
+                rollout.reference_head = lm_head(unwrapped(model), self.temperature, copied)
         return rollout.policy_head, rollout.reference_head
 
     def _klx_exact_kl(self, inputs: Batch, rollout: Rollout, policy: Scored, reference: Scored) -> ExactPass:
