@@ -1,7 +1,7 @@
 """The forward passes of policy and reference, made through TRL's own method."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -139,16 +139,17 @@ class ForwardPassMixin(_Host):
         if self.kl_control is not None and model is self.kl_control.reference:
             return self._klx_answer(args, kwargs), None, None
         watcher, self._klx_watcher = self._klx_watcher, None  # the watcher may make passes itself
+        # The log-probs of the sampled tokens are then for the log alone: no gradient flows through them.
+        only_logged = watcher is not None and self._klx_only_exact_kl
         try:
-            output, scored = self._klx_forward(model, args, kwargs)
+            with narrow_tiles(self.accelerator.device) if only_logged else nullcontext():
+                output, scored = self._klx_forward(model, args, kwargs)
             if watcher is not None:
                 watcher(scored)
         finally:
             self._klx_watcher = watcher
-        if watcher is not None and self._klx_only_exact_kl:
-            # The log-probs of the sampled tokens have no gradient to carry, so their way back through the LM head is
-            # saved.
-            output = (output[0].detach(), *output[1:])
+        if only_logged:
+            output = (output[0].detach(), *output[1:])  # which saves their way back through the LM head
         return output
 
     def _klx_forward(
