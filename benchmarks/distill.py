@@ -4,10 +4,12 @@ rate. The teacher is a small pretrained model, the student the same model withou
 
 ```bash
 python benchmarks/distill.py --assets ASSETS --json distill.json           # half an hour; can be stopped
+python benchmarks/distill.py --assets ASSETS --steps 24 --cost             # CPU time and memory of training by itself
 ```
 
 `ASSETS` is described in `promise.py`. The KL is exact, on samples of the student that are drawn for the measurement.
-CPU time is that of training alone, without the measurements.
+CPU time is that of training alone, without the measurements. Memory is the process's peak, to which a measurement may
+add: with `--cost` there is none.
 """
 
 import argparse
@@ -57,6 +59,8 @@ def run_once(case: dict) -> None:
             self.kls, self.stamps, self.paused = [], [], 0.0
 
         def measure(self, model):
+            if case.get("cost"):
+                return
             began = time.process_time()
             with torch.random.fork_rng():
                 torch.manual_seed(0)
@@ -93,13 +97,14 @@ def run_once(case: dict) -> None:
             # The reverse KL.
             trainer = DistillationTrainer(student, teacher, DistillationConfig(**common, beta=1.0), **shared)
         else:
-            args = KLXGRPOConfig(**common, num_generations=2, kl_penalty_coef=1.0, **fields)
+            args = KLXGRPOConfig(**common, num_generations=1, kl_penalty_coef=1.0, **fields)
             trainer = KLXGRPOTrainer(student, None, args, ref_model=teacher, **shared)
         trainer.train()
     steps = [after - before for before, after in zip(measure.stamps[1:], measure.stamps[2:], strict=False)]
     result = {
         "kl": measure.kls,
         "seconds": statistics.median(steps),
+        "fastest": min(steps),
         "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     print(MARK + json.dumps(result), flush=True)
@@ -110,6 +115,24 @@ def kl_after(means: list[float], every: int, seconds: float, budget: float) -> f
     position = min(budget / seconds / every, len(means) - 1)
     before = min(int(position), len(means) - 2)
     return means[before] + (means[before + 1] - means[before]) * (position - before)
+
+
+def show_cost(cases: list[dict], results: Results) -> None:
+    """
+    CPU time and memory of each run, by seed, and their medians as shares of the first run's. On a machine that does
+    other work too, the fastest steps scatter less than the median ones.
+    """
+    print("| run | median step, CPU s | of TRL's | fastest step, CPU s | of TRL's | MB | of TRL's |")
+    print("|---|---|---|---|---|---|---|")
+    first = {}
+    for name in RUNS:
+        cells = []
+        for key, digits in (("seconds", 3), ("fastest", 3), ("megabytes", 0)):
+            own = [results.median(case, key) for case in cases if case["run"] == name and results.count(case)]
+            median = statistics.median(own)
+            share = median / first.setdefault(key, median)
+            cells += [" ".join(f"{value:.{digits}f}" for value in own), f"{share:.2f}"]
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def show(cases: list[dict], results: Results) -> None:
@@ -137,6 +160,7 @@ def main() -> None:
     parser.add_argument("--model", help="causal language model, folder or Hub id (default: stories260K of the assets)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[10, 11, 12])
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--cost", action="store_true", help="measure CPU time and memory only")
     parser.add_argument("--json", type=Path, help="keep the results in this file, and continue from it")
     options = parser.parse_args()
     if options.run:
@@ -151,10 +175,12 @@ def main() -> None:
     ]
     if options.model is not None:
         cases = [case | {"model": options.model} for case in cases]
+    if options.cost:
+        cases = [case | {"cost": True} for case in cases]
     results = Results(options.json)
     with stoppable():
         take_turns(__file__, [cases], results, 1, lambda case: sys.executable)
-    show(cases, results)
+    (show_cost if options.cost else show)(cases, results)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ offline on a laptop CPU: the teacher is the tiny policy of `ppo_hh.py`, the stud
 ```bash
 accelerate launch recipes/distill.py
 accelerate launch recipes/distill.py --kl_placement loss --kl_estimator full     # the exact KL, in the loss
-accelerate launch recipes/distill.py --reward_model_path path/to/reward_model   # a reward next to the teacher
+accelerate launch recipes/distill.py --reward_model_path path/to/reward_model --num_generations 2   # and a reward
 accelerate launch recipes/distill.py --quick    # a minute, to try it
 ```
 
@@ -16,7 +16,7 @@ On real models and data:
 ```bash
 accelerate launch recipes/distill.py --config recipes/presets/distillation.yaml \
     --model_name_or_path Qwen/Qwen3-0.6B --kl_ref_model_path Qwen/Qwen3-8B --kl_ref_dtype bfloat16 \
-    --dataset_name prompts.jsonl --output_dir outputs/distilled
+    --dataset_name prompts.jsonl --num_generations 1 --output_dir outputs/distilled
 ```
 """
 

@@ -16,11 +16,12 @@ from .rollout import Head, Scored
 ExactPass = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
-def lm_head(model: nn.Module, temperature: float) -> Head:
+def lm_head(model: nn.Module, temperature: float, copied: bool = False) -> Head:
     """
     The map from hidden states to fp32 logits at the sampling temperature. It keeps the weights that the head has now,
     because an adapter may bring its own head, which is there only while the adapter is active. Gradients reach the
-    head's weights unless they are sharded.
+    head's weights unless they are sharded. With `copied`, later changes to the weights do not reach the map, nor do
+    gradients reach them.
     """
     base = causal_lm(model)
     config = base.config.get_text_config()
@@ -32,6 +33,8 @@ def lm_head(model: nn.Module, temperature: float) -> Head:
         )
     weight, bias = join_parts(head.weight), getattr(head, "bias", None)
     bias = None if bias is None else join_parts(bias)
+    if copied:
+        weight, bias = weight.detach().clone(), None if bias is None else bias.detach().clone()
     cap = getattr(config, "final_logit_softcapping", None)
 
     def project(hidden: torch.Tensor) -> torch.Tensor:

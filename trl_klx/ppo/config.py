@@ -12,18 +12,6 @@ from ..trainers.field_rules import one_of
 from .trl112_fields import TRL112_RULES, TRL112Fields
 
 
-class _OneGeneration(int):
-    """
-    A 1 that passes TRL's check `num_generations < 2`. PPO has a value function and needs no group, but TRL runs the
-    check in the middle of a long `__post_init__`, and no setting disables it. A 2 would be worse: TRL and our own
-    checks would refuse odd batches and accept `kl_centering="group"`. So only `<` lies, and only until
-    `__post_init__` puts the plain number back.
-    """
-
-    def __lt__(self, other: object) -> bool:
-        return False
-
-
 REWARD_SCALINGS = ("none", "running", "ref")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 
@@ -148,6 +136,7 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
 
     _algorithm: ClassVar[str] = "ppo"
     _default_coef: ClassVar[float] = 0.05
+    _compares_completions: ClassVar[bool] = False
 
     # Defaults of PPO where they differ from GRPO's.
     learning_rate: float = field(default=3e-6, metadata={"help": "The initial learning rate for AdamW."})
@@ -241,13 +230,10 @@ class KLXPPOConfig(TRL112Fields, KLXGRPOConfig):
         self._validate_ppo_combinations()
         self.num_iterations = self.num_ppo_epochs
         self.epsilon = self.cliprange
-        if self.num_generations == 1:
-            self.num_generations = _OneGeneration(1)
         self._split_rollout()
         parent: Any = super()
         parent.__post_init__()
         assert self.generation_batch_size is not None and self.steps_per_generation is not None
-        self.num_generations = int(self.num_generations)
         self._validate_scoring()
         if self.total_episodes is not None:
             rollouts = math.ceil(self.total_episodes / self.generation_batch_size)

@@ -16,6 +16,7 @@ from trl.trainer import utils as trl_utils
 from ..trl_versions import TRL_HAS_LM_HEAD
 from .base import KLReference
 from .moving import Mover, Weights
+from .peft_adapters import unwrapped
 from .sharding import is_sharded, join_parts, shard_again
 
 
@@ -46,7 +47,6 @@ class ModelReference(KLReference):
     ):
         super().__init__(identity, mover)
         self.policy = policy
-        self._unwrap = accelerator.unwrap_model
         shared = {id(parameter) for parameter in policy.parameters()}
         self._own = {name for name, parameter in model.named_parameters() if id(parameter) not in shared}
         self.model = _prepare(model, accelerator)
@@ -57,11 +57,11 @@ class ModelReference(KLReference):
 
     def weights(self) -> Weights:
         shard_again(self.model)
-        return {name: weight for name, weight in self._unwrap(self.model).named_parameters() if name in self._own}
+        return {name: weight for name, weight in unwrapped(self.model).named_parameters() if name in self._own}
 
     def policy_weights(self) -> Weights:
         shard_again(self.policy)
-        return dict(self._unwrap(self.policy).named_parameters())
+        return dict(unwrapped(self.policy).named_parameters())
 
 
 def _prepare(model: nn.Module, accelerator: Accelerator) -> nn.Module:

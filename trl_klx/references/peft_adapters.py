@@ -5,17 +5,35 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
 from torch import nn
+
+
+# Weak on both sides, so that no model is kept alive.
+_UNWRAPPED: WeakKeyDictionary[nn.Module, "ref[nn.Module]"] = WeakKeyDictionary()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """
+    The model without the wrappers of engines. Accelerate reads the metadata of installed packages each time that it is
+    asked, which takes milliseconds, so it is asked once per model.
+    """
+    known = _UNWRAPPED.get(model)
+    plain: nn.Module | None = None if known is None else known()
+    if plain is None:
+        plain = extract_model_from_parallel(model)
+        _UNWRAPPED[model] = ref(plain)
+    return plain
 
 
 def causal_lm(model: Any) -> Any:
     """The model without the wrappers of PEFT, whose layers are inside it, and of `torch.compile`."""
     model = getattr(model, "_orig_mod", model)
-    return model.get_base_model() if is_peft_model(model) else model
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def trained_adapter(model: PeftModel) -> str:

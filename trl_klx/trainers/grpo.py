@@ -48,9 +48,7 @@ class KLXTrainerMixin(KLXCoreMixin, _Host):
         if isinstance(self._klx_placement, GRPOReward):
             self._klx_add_reward_func()
         if isinstance(self._klx_placement, GRPOAdvantage):
-            order = type(self).__mro__
-            below = order[order.index(KLXCoreMixin) + 1 :]
-            host = next(cls for cls in below if "_compute_loss" in vars(cls))
+            host = self._klx_loss_host
             folds = host is GRPOTrainer or self.takes_token_advantages
             self._klx_placement.folds = folds
             if not folds:

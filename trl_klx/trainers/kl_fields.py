@@ -116,6 +116,8 @@ class KLFields:
     _algorithm: ClassVar[str]
     # The coefficient of a run that sets neither `kl_penalty_coef` nor `kl_target`.
     _default_coef: ClassVar[float] = 0.0
+    # Whether an advantage is what sets a completion apart from the others of its prompt.
+    _compares_completions: ClassVar[bool] = True
     # Whether something has built its controller from this config. Not annotated, so that it is no field.
     _has_taker = False
 

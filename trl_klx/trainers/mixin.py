@@ -47,7 +47,7 @@ from .ignored_tokens import ignored_token_ids
 from .infinite_rewards import InfiniteRewardsMixin, warn_of_infinite_rewards
 from .launch_check import check_launch
 from .model_card import add_kl_section, describe_kl
-from .no_reward import check_teacher, no_reward
+from .no_reward import check_groups, check_teacher, no_reward
 from .ref_model import check_ref_model
 from .reference_resets import ReferenceResetsMixin
 from .resumed_sampler import ResumeSampler
@@ -101,7 +101,10 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
         if without and args.kl_penalty_enabled and kwargs.get("environment_factory") is None:
             check_teacher(args, ref_model)
             reward_funcs = no_reward
+        else:
+            check_groups(args)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        self._klx_rewarded = reward_funcs is not no_reward
         if not TRL_HAS_EOS_TOKEN_IDS:
             self.eos_token_ids = [self._tokenizer.eos_token_id]
         check_launch(self.accelerator)

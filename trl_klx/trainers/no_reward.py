@@ -42,3 +42,13 @@ def check_teacher(args: KLXConfigMixin, ref_model: nn.Module | None) -> None:
             f"`kl_ref_reset_patience={args.kl_ref_reset_patience!r}` cannot be used without reward functions: it "
             "waits for a reward that has stopped rising. Unset it, or pass `reward_funcs`."
         )
+
+
+def check_groups(args: KLXConfigMixin) -> None:
+    """Refuse one completion per prompt where there is a reward, and so a comparison to be made."""
+    if args.num_generations == 1 and args._compares_completions:
+        raise ValueError(
+            "`num_generations=1` cannot be used with a reward, which counts by comparison of the completions of a "
+            "prompt. Set `num_generations` to 2 or more. One is enough without reward functions, where only the KL to "
+            "a teacher trains."
+        )

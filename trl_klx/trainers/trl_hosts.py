@@ -20,6 +20,7 @@ class TRLConfig(TrainingArguments):
     beta: float
     generation_kwargs: dict[str, Any] | str | None
     min_p: float | None
+    num_generations: int | None
     num_iterations: int
     steps_per_generation: int | None
     top_k: int

@@ -22,8 +22,7 @@ class UpdateStepsMixin(ForwardPassMixin):
     def _klx_measure_update(self, inputs: Batch, policy: Scored) -> None:
         """Measure the KL to the rollout's policy, where TRL has its log-probs."""
         old_logps = inputs.get("old_per_token_logps", inputs.get("klx_old_logps"))
-        steps = self._klx_steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
-        if old_logps is None or steps <= 1 or self._klx_has_dropout or self._klx_mode == "eval":
+        if old_logps is None or self._klx_steps_per_rollout <= 1 or self._klx_has_dropout or self._klx_mode == "eval":
             return  # the policy is still the rollout's, or dropout would be taken for a move
         assert policy.logps is not None
         sums = update_kl_sums(old_logps, policy.logps, self._klx_generated(inputs), self.args.kl_target_unit)

@@ -211,9 +211,9 @@ def test_evaluation_costs_one_reference_pass(dropout, tmp_path):
 def test_lm_heads_are_joined_once_per_generation_batch(adapter, centering, tmp_path, monkeypatch):
     joined = []
 
-    def count(model, temperature):
+    def count(model, temperature, copied=False):
         joined.append(model)
-        return lm_head(model, temperature)
+        return lm_head(model, temperature, copied)
 
     extras = {"peft_config": lora()} if adapter == "lora" else {}
     settings = {"kl_target": 1.0, "kl_statistic": "full", "kl_centering": centering, "extras": extras}

@@ -287,6 +287,31 @@ def test_sync(tmp_path, kind, every, alpha):
         check_neither_trained_nor_saved(trainer, kind)
 
 
+class HeadWatchingTrainer(KLXGRPOTrainer):
+    """Compares the reference's head in each loss with the one that the reference had when the rollout was made."""
+
+    def _generate_and_score_completions(self, inputs):
+        self.head_of_rollout = self.kl_reference.model.lm_head.weight.detach().clone()
+        return super()._generate_and_score_completions(inputs)
+
+    def _klx_exact_kl(self, inputs, rollout, policy, reference):
+        exact = super()._klx_exact_kl(inputs, rollout, policy, reference)
+        logits = torch.nn.functional.linear(reference.hidden, self.head_of_rollout) / self.temperature
+        moved = not torch.equal(self.kl_reference.model.lm_head.weight, self.head_of_rollout)
+        self.compared.append((torch.equal(rollout.reference_head(reference.hidden), logits), moved))
+        return exact
+
+
+@pytest.mark.parametrize("fields", [{"kl_ref_lag": 1}, {"kl_ref_sync_steps": 1, "kl_ref_mixup_alpha": 0.3}], ids=str)
+def test_the_head_of_a_moving_reference_stays_with_its_hidden_states(fields, tmp_path):
+    exact = {"kl_penalty_coef": 0.5, "kl_placement": "loss", "kl_estimator": "full"}
+    trainer = build_trainer(HeadWatchingTrainer, tmp_path, num_iterations=3, max_steps=6, **exact, **fields)
+    trainer.compared = []
+    trainer.train()
+    same, moved = zip(*trainer.compared, strict=True)
+    assert all(same) and any(moved)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [{"modules_to_save": ["norm"]}, {"use_dora": True}, {"target_modules": ["embed_tokens", "v_proj"]}],

@@ -1,10 +1,22 @@
 """On-policy distillation: the reference is a teacher, with a reward next to it or none at all."""
 
+import math
+
 import pytest
 import torch
+from trl import GRPOTrainer
 
-from support.tiny import build_model, build_trainer, logged, lora, reward_even_tokens, trained_lora
-from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer
+from support.tiny import (
+    build_dataset,
+    build_model,
+    build_trainer,
+    history,
+    logged,
+    lora,
+    reward_even_tokens,
+    trained_lora,
+)
+from trl_klx import KLXGRPOTrainer, KLXPPOTrainer, KLXRLOOTrainer, KLXTrainerMixin
 
 
 pytestmark = pytest.mark.slow
@@ -39,6 +51,69 @@ def test_the_kl_alone_trains(kind, placement, tmp_path):
     kls = logged(trainer, "klx/kl")
     assert sum(kls[-3:]) < 0.8 * sum(kls[:3])
     assert set(logged(trainer, "reward")) == {0.0} and set(logged(trainer, "klx/coef")) == {1.0}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_one_completion_per_prompt_is_enough_without_a_reward(kind, placement, tmp_path):
+    # A batch that no group of two would fill. The scores of single tokens are noisy, so it takes more steps.
+    steps = 60 if placement == "advantage" else 20
+    fields = LONG | PLACEMENTS[placement] | {"max_steps": steps, "per_device_train_batch_size": 15}
+    extras = {"ref_model": build_model(seed=3), "eval_dataset": build_dataset(5)}
+    trainer = run(tmp_path, kind, extras=extras, num_generations=1, per_device_eval_batch_size=5, **fields)
+    assert len(set(trainer._logs["prompt"])) == 15
+    kls = logged(trainer, "klx/kl")
+    assert sum(kls[-3:]) < 0.8 * sum(kls[:3])
+    trainer.evaluate()
+    values = [value for name in ("loss", "grad_norm", "eval_loss", "eval_klx/kl") for value in logged(trainer, name)]
+    assert len(values) == 2 * steps + 2 and all(math.isfinite(value) for value in values)
+    assert set(logged(trainer, "reward_std")) == {0.0}
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_iterations": 2, "gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_the_pass_that_is_saved_would_have_added_nothing(kind, fields, tmp_path):
+    def train(place: str, saved: bool):
+        trainer = run(tmp_path / place, kind, train=False, **PLACEMENTS["loss"], **fields)
+        assert trainer._klx_only_exact_kl
+        trainer._klx_rewarded = not saved
+        trainer.train()
+        return trainer
+
+    one, other = train("saved", True), train("whole", False)
+    for name, weight in one.model.named_parameters():
+        assert torch.equal(weight, other.model.get_parameter(name)), name
+    assert history(one) == history(other)
+
+
+class ImitatingTrainer(GRPOTrainer):
+    """A loss with a term that needs the gradient of the sampled tokens."""
+
+    def _compute_loss(self, model, inputs):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        kept = inputs["completion_ids"].size(1)
+        logps = self._get_per_token_logps_and_entropies(model, ids, mask, kept, compute_entropy=True)[0]
+        return -(logps * inputs["completion_mask"]).mean()
+
+
+class KLXImitatingTrainer(KLXTrainerMixin, ImitatingTrainer):
+    pass
+
+
+def test_a_loss_of_your_own_keeps_its_gradient(tmp_path):
+    extras = {"ref_model": build_model(seed=0)}  # the policy itself, so that the KL has no gradient at first
+    trainer = build_trainer(KLXImitatingTrainer, tmp_path, rewards=None, extras=extras, **PLACEMENTS["loss"])
+    trainer.train()
+    assert not trainer._klx_only_exact_kl
+    assert logged(trainer, "grad_norm")[0] > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("rewards", [reward_even_tokens, [reward_even_tokens]], ids=["one", "list"])
+def test_one_completion_per_prompt_is_refused_with_a_reward(kind, rewards, tmp_path):
+    with pytest.raises(ValueError, match="`num_generations=1` cannot be used with a reward.*to 2 or more"):
+        run(tmp_path, kind, rewards=rewards, num_generations=1, train=False)
 
 
 def test_ppo_trains_by_the_kl_too(tmp_path):

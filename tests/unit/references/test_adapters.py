@@ -1,7 +1,9 @@
 import copy
+import gc
 import itertools
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from support.adapter_checks import (
     untouched,
 )
 from support.tiny import build_model, lora, trained_lora
+from trl_klx.references import peft_adapters
 from trl_klx.references.adapter_loading import (
     REFERENCE_ADAPTER,
     _weightless_copy,
@@ -29,7 +32,13 @@ from trl_klx.references.adapter_loading import (
     load_reference_adapter,
 )
 from trl_klx.references.fingerprint import hash_tensors
-from trl_klx.references.peft_adapters import adapter_active, adapter_tensors, only_trained_adapter, trained_adapter
+from trl_klx.references.peft_adapters import (
+    adapter_active,
+    adapter_tensors,
+    only_trained_adapter,
+    trained_adapter,
+    unwrapped,
+)
 
 
 # ---- Adapters that are accepted ----
@@ -441,3 +450,26 @@ def test_saving_a_model_without_adapters(tmp_path):
     with only_trained_adapter(model):
         model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
+
+
+# ---- Wrappers of engines ----
+
+
+def test_a_model_is_unwrapped_once_and_not_kept(monkeypatch):
+    asked = []
+
+    def extract(model):
+        asked.append(model)
+        return model.module if isinstance(model, torch.nn.DataParallel) else model
+
+    monkeypatch.setattr(peft_adapters, "extract_model_from_parallel", extract)
+    model = build_model()
+    wrapped = torch.nn.DataParallel(model)
+    for _ in range(3):
+        assert unwrapped(wrapped) is model and unwrapped(model) is model
+    assert len(asked) == 2
+    asked.clear()
+    kept = weakref.ref(model)
+    del model, wrapped
+    gc.collect()
+    assert kept() is None

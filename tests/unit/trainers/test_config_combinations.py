@@ -27,7 +27,14 @@ from support.config_fields import (
     kl_fields,
     refusal,
 )
-from trl_klx import HoldKLController, KLController, KLXPPOConfig, KLXRLOOConfig, register_kl_controller
+from trl_klx import (
+    HoldKLController,
+    KLController,
+    KLXGRPOConfig,
+    KLXPPOConfig,
+    KLXRLOOConfig,
+    register_kl_controller,
+)
 
 
 # ---- Combinations ----
@@ -155,6 +162,41 @@ def test_ppo_has_no_groups_with_one_completion_per_prompt():
     assert "`kl_centering='group'` has no groups with `num_generations=1`" in message
     assert "Set `kl_centering='batch'`" in message
     assert build(KLXPPOConfig, **fields, num_generations=2).kl_centering == "group"
+
+
+# ---- One completion per prompt ----
+
+one_per_prompt = pytest.mark.parametrize("config_class", [KLXGRPOConfig, KLXRLOOConfig])
+
+
+@one_per_prompt
+@pytest.mark.parametrize("fields", [{}, {"kl_centering": "none"}, {"kl_placement": "loss", "kl_estimator": "full"}])
+def test_one_completion_per_prompt_is_taken_with_a_constant_penalty(config_class, fields):
+    config = build(config_class, num_generations=1, kl_penalty_coef=1.0, per_device_train_batch_size=3, **fields)
+    assert type(config.num_generations) is int and config.num_generations == 1
+    assert config.generation_batch_size == 3
+
+
+@one_per_prompt
+@pytest.mark.parametrize("fields", [{}, {"kl_monitor": True}, {"kl_target": 6.0}, {"kl_penalty_coef": 0.0}], ids=str)
+def test_trl_refuses_one_completion_per_prompt_where_a_reward_must_train(config_class, fields):
+    assert "requires at least 2 generations per prompt" in refusal(config_class, num_generations=1, **fields)
+
+
+@one_per_prompt
+@pytest.mark.parametrize("number", [0, -1])
+def test_less_than_one_completion_per_prompt_is_refused(config_class, number):
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        build(config_class, num_generations=number, kl_penalty_coef=1.0)
+
+
+@one_per_prompt
+def test_what_compares_completions_needs_several(config_class):
+    message = refusal(config_class, num_generations=1, kl_penalty_coef=1.0, kl_placement="reward")
+    assert "`num_generations=1` cannot be used with `kl_placement='reward'`" in message
+    assert "Set `num_generations` to 2 or more" in message
+    message = refusal(config_class, num_generations=1, kl_penalty_coef=1.0, kl_centering="group")
+    assert "`kl_centering='group'` has no groups with `num_generations=1`" in message
 
 
 # ---- TRL options that change the effect of a penalty ----

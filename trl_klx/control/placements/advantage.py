@@ -26,6 +26,11 @@ class AdvantagePlacement(ScorePlacement):
                 "`kl_estimator='importance'` cannot be used with `kl_centering='sequence'`: a larger coefficient "
                 "would not mean a smaller KL. Set `kl_estimator='k1'`, or another `kl_centering`."
             )
+        if args.kl_centering == "group" and args.num_generations == 1:
+            raise ValueError(
+                "`kl_centering='group'` has no groups with `num_generations=1`. Set `kl_centering='batch'`, or "
+                "`num_generations` to the completions of a group."
+            )
 
     @property
     def groups(self) -> bool:
@@ -154,12 +159,3 @@ class RLOOAdvantage(AdvantagePlacement):
 @register_placement("advantage", "ppo")
 class PPOAdvantage(AdvantagePlacement):
     """The adjustment is added to PPO's advantages once they have been estimated."""
-
-    @classmethod
-    def check(cls, args: Any) -> None:
-        super().check(args)
-        if args.kl_centering == "group" and args.num_generations == 1:
-            raise ValueError(
-                "`kl_centering='group'` has no groups with `num_generations=1`. Set `kl_centering='batch'`, or "
-                "`num_generations` to the completions of a group."
-            )

@@ -15,6 +15,15 @@ class SequenceRewardPlacement(ScorePlacement):
 
     asks_at_generation = True
 
+    @classmethod
+    def check(cls, args: Any) -> None:
+        if args.num_generations == 1:
+            raise ValueError(
+                "`num_generations=1` cannot be used with `kl_placement='reward'`: the penalty of a completion counts "
+                "by comparison with the others of its prompt. Set `num_generations` to 2 or more, or `kl_placement` "
+                "to 'advantage' or 'loss'."
+            )
+
     @property
     def needs_reference_logps(self) -> bool:
         return True  # so that the penalty does not depend on which statistic is measured
@@ -26,6 +35,7 @@ class GRPOReward(SequenceRewardPlacement):
 
     @classmethod
     def check(cls, args: Any) -> None:
+        super().check(args)
         if args.multi_objective_aggregation == "normalize_then_sum":
             raise ValueError(
                 "`kl_placement='reward'` cannot be used with `multi_objective_aggregation='normalize_then_sum'`, "
