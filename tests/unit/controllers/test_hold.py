@@ -1,6 +1,8 @@
 import json
 import math
 import random
+from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -98,6 +100,36 @@ class TestHolding:
     def test_a_wrong_drive_is_corrected(self):
         shares, _ = follow(build(), Plant(bias=5.0), 200)
         assert relative_rms_error(shares[120:], 1.0) < 0.1
+
+    def test_predicts_with_the_coefficient_that_acted(self):
+        """The steps after a measurement follow the coefficient of that batch, not the one that it led to."""
+        controller, plant, surprises = build(), Plant(noise=0.01), {"acted": [], "next": []}
+        for batch in range(60):
+            coef, following = (0.05, 0.6) if batch % 2 else (0.6, 0.05)
+            controller.load_state_dict(controller.state_dict() | {"value": coef})
+            controller.observe(plant.measure(min(batch, 1)))
+            plant.train(coef)
+            if batch >= 20:
+                assert controller._state.acting == coef
+                for name, acting in (("acted", coef), ("next", following)):
+                    predicted = controller._predict(replace(controller._state, acting=acting))
+                    surprises[name].append(abs(predicted.distance - plant.x))
+        assert fmean(surprises["acted"]) < 0.5 * fmean(surprises["next"])
+
+    def test_an_outlier_is_no_speed(self):
+        controller, plant = build(), Plant(noise=0.01)
+        follow(controller, plant, 30)
+        speed, batch = controller.free_speed, plant.measure(1)
+        controller.observe(replace(batch, kl=5.0 * batch.kl, standard_error=0.3 * batch.kl))
+        assert controller.free_speed <= 1.25 * speed
+
+    def test_an_unlucky_first_drive_counts_little(self):
+        """One batch tells the drive to about its own size: a first one of 0 does not mean that nothing pulls."""
+        lucky, unlucky = build(), build()
+        for controller, drive in ((lucky, 0.5), (unlucky, 0.01)):
+            controller.observe(BatchMeasurement(0.0, 32, 0, None, 0.0, 0.0, 0.0, 0.0))
+            controller.observe(BatchMeasurement(0.3, 32, 1, 1.0, drive, 0.6, 0.02, 0.3))
+        assert unlucky.hold < lucky.hold < 2.0 * unlucky.hold
 
     def test_the_kl_alone_is_enough(self):
         plant, controller, shares = Plant(), build(0.1), []
