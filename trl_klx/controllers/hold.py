@@ -283,7 +283,8 @@ class HoldKLController(KLController):
             state = replace(state, bias=max(state.bias, before.bias))
         if excess > k.arrived - 1.0:
             excess = min(excess, 1.0 if stays_above else 1.0 - k.arrived)
-            state = replace(state, bias=state.bias + k.integral * excess * min(free * state.steps, k.longest))
+            rate = k.integral_above if stays_above else k.integral
+            state = replace(state, bias=state.bias + rate * excess * min(free * state.steps, k.longest))
         state = self._state = self._keep_bias_bounded(state)
         assert state.distance is not None
 

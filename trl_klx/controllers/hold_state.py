@@ -62,9 +62,10 @@ class HoldConstants:
             A first distance beyond this is where the run started, not where its first step led.
         first_speed (`float`):
             Least free speed where the run starts away from its reference, and the first step tells little.
-        integral (`float`):
-            Growth of `log hold` per unit of excess and of way. As the policy learns, the coefficient that holds it
-            drifts, and the filter alone would lag behind. In units of the way, it cannot wind up while nothing moves.
+        integral, integral_above (`float`):
+            Growth of `log hold` per unit of excess and of way, near the target and where the KL stays above it. As the
+            policy learns, the coefficient that holds it drifts, and the filter alone would lag behind. In units of the
+            way, it cannot wind up while nothing moves.
         arrived (`float`):
             Distance from which on it counts, and from which on the policy has arrived.
         longest (`float`):
@@ -101,6 +102,7 @@ class HoldConstants:
     first_way: float = 0.7
     first_speed: float = 0.03
     integral: float = 1.0
+    integral_above: float = 4.0
     arrived: float = 0.8
     longest: float = 0.1
     band: float = 0.05
