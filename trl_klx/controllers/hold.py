@@ -233,7 +233,9 @@ class HoldKLController(KLController):
         if free is not None and state.live and moved:
             # One outlier must not pass for a speed.
             free = min(max(free, abs(speed) / state.rate), k.faster * free)
-        bias = gain[2] * surprise * min(state.distance, 1.0)
+        # A penalty that hardly pulled shows little of how well it holds; what is left is an error of the free speed.
+        pulled = (state.acting or 0.0) * state.distance / self._hold(state)
+        bias = gain[2] * surprise * min(pulled / k.telling, 1.0)
         c = tuple(tuple(c[i][j] - gain[i] * c[0][j] for j in range(3)) for i in range(3))
         return replace(
             state.with_covariance(c),

@@ -52,6 +52,8 @@ class HoldConstants:
             That share where no error of the drive is given, and the most that is believed.
         spread (`float`):
             Uncertainty of `log hold` before the KL has shown anything.
+        telling (`float`):
+            Share of the drive from which on a penalty tells how well it holds.
         memory (`float`):
             Batches in the mean of drive and drag. One batch of 32 completions scatters by half.
         quietest, usual_noise (`float`):
@@ -95,6 +97,7 @@ class HoldConstants:
     usual_diffusion: float = 1.2
     most_diffusion: float = 2.5
     spread: float = 0.7
+    telling: float = 0.5
     memory: float = 40.0
     quietest: float = 0.04
     usual_noise: float = 0.1
