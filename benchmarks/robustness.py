@@ -87,6 +87,7 @@ CASES = {
     "4 rollouts per step": Case(rollouts=4, batch=16),
     "200 batches without reward": Case(dead=200, batches=350),
     "start at 10 x target": Case(distance=10.0, batches=400),
+    "start at 10 x target, exact KL": Case(distance=10.0, batches=400, statistic="full"),
 }
 
 

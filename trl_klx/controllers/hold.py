@@ -233,9 +233,7 @@ class HoldKLController(KLController):
         if free is not None and state.live and moved:
             # One outlier must not pass for a speed.
             free = min(max(free, abs(speed) / state.rate), k.faster * free)
-        # A penalty that hardly pulled shows little of how well it holds; what is left is an error of the free speed.
-        pulled = (state.acting or 0.0) * state.distance / self._hold(state)
-        bias = gain[2] * surprise * min(pulled / k.telling, 1.0)
+        bias = gain[2] * surprise * self._told(state, speed)
         c = tuple(tuple(c[i][j] - gain[i] * c[0][j] for j in range(3)) for i in range(3))
         return replace(
             state.with_covariance(c),
@@ -244,6 +242,16 @@ class HoldKLController(KLController):
             bias=state.bias + bias,
             free_speed=free,
         )
+
+    def _told(self, state: HoldKLControllerState, speed: float) -> float:
+        """
+        How much a surprise tells of `hold`, from 0 to 1. A penalty that hardly pulled shows little of how well it
+        holds, and the surprise is an error of the free speed; unless the policy hardly moves where it should be free.
+        """
+        push = self._push(state.distance or 0.0, state.acting or 0.0, state)
+        expected = (state.free_speed or 0.0) * state.rate * push
+        missing = 1.0 - speed / expected if expected > 0.0 else 1.0
+        return min(max((state.live - push) / self.constants.telling, missing * abs(missing)), 1.0)
 
     def _weigh(self, state: HoldKLControllerState, batch: BatchMeasurement, measured: float) -> HoldKLControllerState:
         """
@@ -285,7 +293,9 @@ class HoldKLController(KLController):
             state = replace(state, bias=max(state.bias, before.bias))
         if excess > k.arrived - 1.0:
             excess = min(excess, 1.0 if stays_above else 1.0 - k.arrived)
-            rate = k.integral_above if stays_above else k.integral
+            # Where the KL comes down well, more would only have to be taken back.
+            falls = state.distance - 1.0 + k.patience * state.speed < 0.0
+            rate = k.integral if not stays_above else 0.0 if falls else k.integral_above
             state = replace(state, bias=state.bias + rate * excess * min(free * state.steps, k.longest))
         state = self._state = self._keep_bias_bounded(state)
         assert state.distance is not None

@@ -68,6 +68,8 @@ class HoldConstants:
             Growth of `log hold` per unit of excess and of way, near the target and where the KL stays above it. As the
             policy learns, the coefficient that holds it drifts, and the filter alone would lag behind. In units of the
             way, it cannot wind up while nothing moves.
+        patience (`float`):
+            Optimizer steps in which a KL that stays above the target must be on its way to be there.
         arrived (`float`):
             Distance from which on it counts, and from which on the policy has arrived.
         longest (`float`):
@@ -106,6 +108,7 @@ class HoldConstants:
     first_speed: float = 0.03
     integral: float = 1.0
     integral_above: float = 4.0
+    patience: float = 50.0
     arrived: float = 0.8
     longest: float = 0.1
     band: float = 0.05
