@@ -68,7 +68,7 @@ SETUPS = {
     "PPO, 1 epoch": {"algorithm": "ppo", "num_ppo_epochs": 1},
     "PPO, 4 epochs": {"algorithm": "ppo", "num_ppo_epochs": 4},
     "PPO, 4 epochs, guarded": {"algorithm": "ppo", "num_ppo_epochs": 4, "kl_lr_guard": True},
-    "from 10 x the target": {"away": 25},
+    "from 10 x the target": {"away": 32},
 }
 # Setups without a free run of their own: a free run never comes to the target, or is that of another setup.
 NO_FREE_RUN = {"from 10 x the target": None, "PPO, 4 epochs, guarded": "PPO, 4 epochs"} | dict.fromkeys(
