@@ -292,11 +292,11 @@ class HoldKLController(KLController):
         if stays_above:
             state = replace(state, bias=max(state.bias, before.bias))
         if excess > k.arrived - 1.0:
-            excess = min(excess, 1.0 if stays_above else 1.0 - k.arrived)
             # Where the KL comes down well, more would only have to be taken back.
-            falls = state.distance - 1.0 + k.patience * state.speed < 0.0
+            falls = excess + k.patience * state.speed < 0.0
             rate = k.integral if not stays_above else 0.0 if falls else k.integral_above
-            state = replace(state, bias=state.bias + rate * excess * min(free * state.steps, k.longest))
+            counted = min(excess, 1.0 if stays_above else 1.0 - k.arrived)
+            state = replace(state, bias=state.bias + rate * counted * min(free * state.steps, k.longest))
         state = self._state = self._keep_bias_bounded(state)
         assert state.distance is not None
 
