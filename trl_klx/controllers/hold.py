@@ -92,9 +92,12 @@ class HoldKLController(KLController):
         return None if self._state.free_speed is None else self._state.free_speed * self._state.rate
 
     def lr_factor(self, learning_rate: float) -> float:
-        speed = self._state.free_speed
-        # Before the first move, a step that is surely short enough shows how far a step goes.
-        return FIRST_LR_FACTOR if speed is None else lr_guard_factor(speed * learning_rate, self._state.steps)
+        state = self._state
+        if state.free_speed is None:
+            return FIRST_LR_FACTOR  # a step that is surely short enough shows how far a step goes
+        # The present speed counts at once, although it may be an outlier: a short step does no harm.
+        speed = max(state.free_speed, abs(state.speed) / state.rate)
+        return lr_guard_factor(speed * learning_rate, state.steps)
 
     @property
     def hold(self) -> float:
@@ -112,6 +115,8 @@ class HoldKLController(KLController):
         assert self.target is not None
         batch = self._batch or BatchMeasurement(kl, n_steps)
         if kl == 0.0:
+            if self._state.distance is None:
+                self._state = replace(self._state, distance=0.0)  # the run starts at its reference
             return self.value
         k, before = self.constants, self._state
         steps, rate = float(batch.optimizer_steps), 1.0 if batch.learning_rate is None else float(batch.learning_rate)
@@ -122,7 +127,7 @@ class HoldKLController(KLController):
 
         state = before
         if state.distance is None:
-            # A first KL this large is no first step: the run starts away from its reference.
+            # A first KL this large is taken for no first step: the run starts away from its reference.
             moved = moved and measured < k.first_way
             state = replace(state, distance=0.0 if moved else measured, c00=variance)
         if moved:

@@ -162,7 +162,20 @@ class TestFreezing:
         state = controller.state_dict()
         for _ in range(50):
             controller.observe(BatchMeasurement(0.0, 32, 1, 1e-4, 0.0, 0.0, 0.0))
+        # But for where the run starts.
+        assert controller.state_dict() == state | {"distance": 0.0}
+        follow(controller, Plant(), 20)
+        state = controller.state_dict()
+        controller.observe(BatchMeasurement(0.0, 32, 1, 1e-4, 0.0, 0.0, 0.0))
         assert controller.state_dict() == state
+
+    def test_a_first_step_beyond_the_target_is_a_speed(self):
+        """A run that was seen at its reference has gone all of the way, however long, in its first steps."""
+        controller = build()
+        controller.observe(BatchMeasurement(0.0, 32, 0))
+        controller.observe(BatchMeasurement(9.0 * TARGET, 32, 1, 1e-3, 0.5, 70.0, 1.0, 0.5))
+        assert 1.5 <= controller.free_speed <= 3.0
+        assert controller.lr_factor(1e-3) == pytest.approx(1 / 6 / 3.0, rel=0.1)
 
     def test_no_wind_up_without_reward(self):
         controller, plant = build(), Plant()
