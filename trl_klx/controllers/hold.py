@@ -127,7 +127,7 @@ class HoldKLController(KLController):
 
         state = before
         if state.distance is None:
-            # A first KL this large is taken for no first step: the run starts away from its reference.
+            # A first KL this large is not the work of a first step: the run starts away from its reference.
             moved = moved and measured < k.first_way
             state = replace(state, distance=0.0 if moved else measured, c00=variance)
         if moved:
@@ -186,14 +186,20 @@ class HoldKLController(KLController):
         """
         return max(state.live - coef * distance / self._hold(state), -8.0)
 
+    def _advance(self, state: HoldKLControllerState, coef: float) -> tuple[float, float]:
+        """Distance and speed after the optimizer steps of one rollout that was given this coefficient."""
+        xv, xp, vv, vp = self._response(state.steps, state.age)
+        distance, speed = state.distance or 0.0, state.speed
+        push = (state.free_speed or 0.0) * state.rate * self._push(distance, coef, state)
+        return max(distance + xv * speed + xp * push, 0.0), vv * speed + vp * push
+
     def _predict(self, state: HoldKLControllerState) -> HoldKLControllerState:
         """The state after the optimizer steps of one rollout, before its KL is seen."""
-        k, distance, speed = self.constants, state.distance or 0.0, state.speed
+        k, distance = self.constants, state.distance or 0.0
         free = (state.free_speed or 0.0) * state.rate
         # Those steps followed the batch measured before them, and so the coefficient that it was given.
         coef = self.value if state.acting is None else state.acting
         xv, xp, vv, vp = self._response(state.steps, state.age)
-        push = free * self._push(distance, coef, state)
         by_distance = -free * coef / self._hold(state)
         by_bias = -by_distance * distance
         c = propagate(
@@ -208,12 +214,9 @@ class HoldKLController(KLController):
             (c[1][0] + xp * vp * noise, c[1][1] + vp * vp * noise, c[1][2]),
             (c[2][0], c[2][1], c[2][2] + drift),
         )
-        return state.with_covariance(
-            c,
-            distance=max(distance + xv * speed + xp * push, 0.0),
-            speed=vv * speed + vp * push,
-            age=state.age + max(round(state.steps), 1),
-        )
+        distance, speed = self._advance(state, coef)
+        age = state.age + max(round(state.steps), 1)
+        return state.with_covariance(c, distance=distance, speed=speed, age=age)
 
     def _push_noise(self, state: HoldKLControllerState) -> float:
         """Standard deviation of a rollout's push, from the scatter of its completions."""
@@ -303,12 +306,9 @@ class HoldKLController(KLController):
             counted = min(excess, 1.0 if stays_above else 1.0 - k.arrived)
             state = replace(state, bias=state.bias + rate * counted * min(free * state.steps, k.longest))
         state = self._state = self._keep_bias_bounded(state)
-        assert state.distance is not None
 
         # The steps on the batch just measured are still to come, at the coefficient that it was given.
-        xv, xp, vv, vp = self._response(state.steps, state.age)
-        push = free * self._push(state.distance, self.value, state)
-        distance, speed = max(state.distance + xv * state.speed + xp * push, 0.0), vv * state.speed + vp * push
+        distance, speed = self._advance(state, self.value)
         horizon = max(k.horizon, k.horizon_rollouts * state.steps)
         coasted = coasts * (1.0 - math.pow(k.momentum, horizon))
         lead = coasted / (horizon - coasted)

@@ -31,8 +31,7 @@ class HoldConstants:
         release, brake (`float`):
             Limits of the push. Some penalty always stays; one batch brakes with at most three times the drive.
         gusts (`float`):
-            Random part of a rollout's push, in units of the relative error of its drive. Real training asks for about
-            half of it; the rest covers what the model leaves out.
+            Random part of a rollout's push, in units of the relative error of its drive.
         usual_gusts, least_gusts, most_gusts (`float`):
             That part where no error of the drive is given, and the limits of what is believed.
         faster (`float`):
