@@ -208,7 +208,7 @@ def grow_with_batch() -> None:
             rollout = control.begin()
             kl = control.measure(Scored(policy), Scored(reference))
             # Any tensor of this shape costs the same as the adjustment, whose making is the next column.
-            control.add(rollout, kl, mask, adjustment=reference, pull=Pull(advantages))
+            control.add(rollout, kl, mask, charge=reference, pull=Pull(advantages))
             return control.finish(rollout, lambda totals: totals, train=True)
 
         calls = {

@@ -100,9 +100,10 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 class Rollout:
     """A sampled batch: inputs of the loss, the measurement that a controller sees, and the policy's exact KL."""
 
-    tokens: np.ndarray
-    advantages: np.ndarray
-    logps: np.ndarray
+    tokens: np.ndarray  # (B, T)
+    advantages: np.ndarray  # (B,)
+    log_ratios: np.ndarray  # (B, T)
+    logps: np.ndarray  # (B, T)
     coef: float
     measured: BatchMeasurement
     exact: float
@@ -137,7 +138,10 @@ class Policy:
         return float((np.exp(logps) * (logps - log_softmax(self.base))).sum())
 
     def sample(self, coef: float, steps: int) -> Rollout:
-        """Sample a rollout at this coefficient, `steps` optimizer steps after the previous one."""
+        """
+        Sample a rollout, `steps` optimizer steps after the previous one. The coefficient acts on its rewards; in other
+        placements it can still be changed.
+        """
         case, places = self.case, np.arange(TOKENS)[None]
         logps, reference = self.logps(), log_softmax(self.base)
         uniform, sums = self.rng.random((case.batch, TOKENS)), np.exp(logps).cumsum(-1)
@@ -157,9 +161,6 @@ class Policy:
             centered = total - np.repeat(total.reshape(-1, GROUP).mean(1), GROUP)
             drag = float((centered * total / deviation).mean())
             drives = drives + coef * centered * total / deviation
-        per_token = np.repeat(advantage[:, None], TOKENS, 1)
-        if case.placement == "advantage":
-            per_token = per_token + coef * (ratio.mean() - ratio)
         exact, k3 = self.exact_kl(), (np.exp(-ratio) - 1 + ratio).sum(1)
         measured = BatchMeasurement(
             kl=(exact if case.statistic == "full" else float(k3.mean())) / case.scale,
@@ -170,8 +171,9 @@ class Policy:
             drag=drag,
             standard_error=(0.0 if case.statistic == "full" else float(k3.std()) / math.sqrt(case.batch)) / case.scale,
             drive_error=float(drives.std()) / math.sqrt(case.batch),
+            applied=coef if case.placement == "reward" else None,
         )
-        return Rollout(tokens, per_token, logps[places, tokens], coef, measured, exact)
+        return Rollout(tokens, advantage, ratio, logps[places, tokens], coef, measured, exact)
 
     def learn(self, rollouts: list[Rollout]) -> None:
         for _ in range(self.case.steps):
@@ -180,7 +182,9 @@ class Policy:
 
     def _gradient(self, rollout: Rollout) -> np.ndarray:
         logps, places = self.logps(), np.arange(TOKENS)[None]
-        probabilities, advantages = np.exp(logps), rollout.advantages
+        probabilities, advantages = np.exp(logps), rollout.advantages[:, None]  # (B, 1)
+        if self.case.placement == "advantage":
+            advantages = advantages + rollout.coef * (rollout.log_ratios.mean() - rollout.log_ratios)
         ratio = np.exp(logps[places, rollout.tokens] - rollout.logps)
         clipped = ((advantages > 0) & (ratio > 1.2)) | ((advantages < 0) & (ratio < 0.8))
         weights = np.where(clipped, 0.0, ratio * advantages)
@@ -214,8 +218,11 @@ def follow(name: str, seed: int, case: Case, **settings) -> list[float]:
         policy.has_reward = batch >= case.dead
         rollouts = []
         for _ in range(case.rollouts):
-            rollouts.append(policy.sample(controller.value, steps))
-            controller.observe(rollouts[-1].measured)
+            rollout = policy.sample(controller.value, steps)
+            controller.observe(rollout.measured)
+            if controller.acts_at_once and rollout.measured.applied is None:
+                rollout.coef = controller.value
+            rollouts.append(rollout)
             steps = 0
         shares.append(rollouts[0].exact / case.scale / case.target)
         policy.learn(rollouts)

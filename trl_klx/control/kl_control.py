@@ -24,11 +24,15 @@ class KLControl(Steering):
     trainer:
 
     ```python
-    rollout = control.begin()                                 # the coefficient of this batch
+    rollout = control.begin()
     kl = control.measure(policy, reference)                   # two forward passes in, the KL of each token out
     control.add(rollout, kl, mask)                            # once per micro-batch
     metrics = control.finish(rollout, reduce, train=True)     # updates the coefficient
+    penalty = rollout.coef * kl.penalised
     ```
+
+    A controller that `acts_at_once` decides `rollout.coef` in `finish`. If the penalty must be entered before that,
+    set `rollout.undecided = False` first: the coefficient is then the one that `begin` gave.
 
     Args:
         controller ([`KLController`]):
@@ -69,8 +73,10 @@ class KLControl(Steering):
     # ---- One generation batch ----
 
     def begin(self) -> Rollout:
-        """Begin a generation batch, with the coefficient that applies to all of it."""
-        return Rollout(coef=self.controller.value, resets=self.reference.resets)
+        """Begin a generation batch, with the coefficient before its update."""
+        return Rollout(
+            coef=self.controller.value, undecided=self.controller.acts_at_once, resets=self.reference.resets
+        )
 
     def mask(self, mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """
@@ -130,7 +136,7 @@ class KLControl(Steering):
         rollout: Rollout,
         kl: TokenKL,
         mask: torch.Tensor,
-        adjustment: torch.Tensor | None = None,
+        charge: torch.Tensor | None = None,
         pull: Pull | None = None,
     ) -> None:
         """
@@ -143,8 +149,8 @@ class KLControl(Steering):
                 KL of each token.
             mask (`torch.Tensor` of shape `(B, T)`):
                 Tokens whose KL counts.
-            adjustment (`torch.Tensor` of shape `(B, T)`, *optional*):
-                What the penalty adds to the advantages.
+            charge (`torch.Tensor` of shape `(B, T)`, *optional*):
+                What one unit of coefficient takes off the advantages.
             pull ([`Pull`], *optional*):
                 What moves the policy along the KL.
         """
@@ -156,8 +162,8 @@ class KLControl(Steering):
         totals = sum_kl_per_sequence(kl.statistic, mask).to(dtype)
         sizes = (mask.any(dim=1) if self.unit == "sequence" else mask.sum(dim=1)).to(dtype)
         sums.add("squares", totals.square().sum(), (totals * sizes).sum(), sizes.square().sum())
-        if adjustment is not None:
-            sums.add("adjustment", adjustment.abs().sum())
+        if charge is not None:
+            sums.add("charge", charge.abs().sum())
         if pull is not None:
             k1 = torch.where(mask, kl.k1.float(), 0.0).to(dtype)
             advantages = pull.advantages.to(dtype)
@@ -188,8 +194,8 @@ class KLControl(Steering):
         skipped_steps: Callable[[Mapping[str, list[float]]], int] | None = None,
     ) -> dict[str, float]:
         """
-        Close a generation batch: take its sums over all processes and, in training, update coefficient and drift. This
-        is the one wait for the device per generation batch.
+        Close a generation batch: take its sums over all processes and, in training, update coefficient and drift, and
+        decide the coefficient of a batch that is undecided. This is the one wait for the device per generation batch.
 
         Args:
             rollout ([`Rollout`]):
@@ -213,25 +219,29 @@ class KLControl(Steering):
             return {}
         per = sequences if self.unit == "sequence" else tokens
         kl = kl_sum / per
-        metrics = {"kl": kl, "kl_k1": sums["k1"][0] / per, "kl_per_token": kl_sum / tokens, "coef": rollout.coef}
+        metrics = {"kl": kl, "kl_k1": sums["k1"][0] / per, "kl_per_token": kl_sum / tokens}
         if self.target is not None:
             metrics |= {"target": self.target, "error": kl / self.target - 1.0}
-        if self.penalises:
-            metrics["saturated"] = float(self.controller.saturated)
         if self.guards_lr:
             metrics["lr_factor"] = self.clock.lr_factor
-        if "adjustment" in sums:
-            metrics["adjustment_abs_mean"] = sums["adjustment"][0] / tokens
         if self.stall is not None or self.reference.resets:
             metrics["reference_resets"] = float(self.reference.resets)
         # A KL to an earlier reference says nothing about the present one.
         if train and rollout.resets == self.reference.resets:
             # A KL that is not a number teaches nothing: the steps that led to it count towards the next one.
             steps = self.clock.pop() if math.isfinite(kl) else (0.0, None)
-            self.learn(_measurement(kl, per, sums, *steps), rollout.coef)
+            applied = None if rollout.undecided else rollout.coef
+            self.learn(_measurement(kl, per, sums, *steps, applied))
+            if rollout.undecided:
+                rollout.coef = self.controller.value
             if self.stall is not None:
                 reward, processes = sums["reward"]
                 self.stall.update(reward / processes, kl)
+        metrics["coef"] = rollout.coef
+        if "charge" in sums:
+            metrics["adjustment_abs_mean"] = rollout.coef * sums["charge"][0] / tokens if rollout.coef else 0.0
+        if self.penalises:
+            metrics["saturated"] = float(self.controller.is_bound(rollout.coef))
         return metrics
 
     def _warn_masked(self) -> None:
@@ -276,7 +286,12 @@ class KLControl(Steering):
 
 
 def _measurement(
-    kl: float, per: float, sums: Mapping[str, list[float]], steps: float, learning_rate: float | None
+    kl: float,
+    per: float,
+    sums: Mapping[str, list[float]],
+    steps: float,
+    learning_rate: float | None,
+    applied: float | None,
 ) -> BatchMeasurement:
     """What a controller may see of a batch, from the batch's sums."""
     squares, products, sizes = sums["squares"]
@@ -297,5 +312,6 @@ def _measurement(
         optimizer_steps=steps,
         learning_rate=learning_rate,
         standard_error=math.sqrt(max(squares - 2.0 * kl * products + kl**2 * sizes, 0.0)) / per,
+        applied=applied,
         **seen,
     )

@@ -86,7 +86,9 @@ class Rollout:
 
     Attributes:
         coef (`float`):
-            Coefficient applied to the whole batch: the one before this batch's update.
+            Coefficient applied to the whole batch. It is the one before this batch's update, unless `undecided`.
+        undecided (`bool`):
+            Whether the batch will be given the coefficient that follows from its own KL, once that is measured.
         sums ([`Sums`]):
             What was measured so far.
         totals (`dict[str, list[float]]`):
@@ -118,6 +120,7 @@ class Rollout:
     """
 
     coef: float = 0.0
+    undecided: bool = False
     sums: Sums = field(default_factory=Sums)
     totals: dict[str, list[float]] = field(default_factory=dict)
     deferred: bool = False

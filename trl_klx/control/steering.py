@@ -65,18 +65,17 @@ class Steering:
         self.alert = alert
         self._first_state = controller.state_dict()
 
-    def learn(self, batch: BatchMeasurement, coef: float) -> None:
+    def learn(self, batch: BatchMeasurement) -> None:
         """
         Update the coefficient, and warn and advise where there is reason to.
 
         Args:
             batch ([`BatchMeasurement`]):
                 What was measured on one generation batch.
-            coef (`float`):
-                The coefficient that was applied to it.
         """
         if self.penalises:
             self.controller.observe(batch)
+        coef = self.controller.value if batch.applied is None else batch.applied
         warning = None if self.drift is None else self.drift.update(batch.kl)
         advice = None if self.adviser is None else self.adviser.update(batch, coef)
         for text in (warning, advice):

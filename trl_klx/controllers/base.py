@@ -58,6 +58,9 @@ class BatchMeasurement:
             Standard error of `kl` over the completions.
         drive_error (`float`, *optional*):
             Standard error of `drive` over the completions.
+        applied (`float`, *optional*):
+            Coefficient that the batch had been given before it was measured. `None` if it is given the one that
+            follows from this measurement.
     """
 
     kl: float
@@ -68,6 +71,7 @@ class BatchMeasurement:
     drag: float | None = None
     standard_error: float | None = None
     drive_error: float | None = None
+    applied: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ class KLController(ABC):
 
     - `needs_target` (`bool`): whether construction without a target is refused.
     - `needs_start` (`bool`): whether construction without a first coefficient is refused.
+    - `acts_at_once` (`bool`): whether a batch is given the coefficient that follows from its own KL, where the KL is
+      known before the penalty is entered. Otherwise it is given the one before its update.
     - `multiplicative` (`bool`): whether the rule scales the coefficient, and so can never leave 0.
     - `uses` (`frozenset[str]`): which of `target`, `horizon`, `min_coef` and `max_coef` the rule reads.
     - `formula` (`str`): the rule, in one line.
@@ -113,6 +119,7 @@ class KLController(ABC):
 
     needs_target: ClassVar[bool] = False
     needs_start: ClassVar[bool] = True
+    acts_at_once: ClassVar[bool] = False
     multiplicative: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset(SETTINGS)
     formula: ClassVar[str] = "defined by `_next`"
@@ -144,8 +151,18 @@ class KLController(ABC):
     @property
     def saturated(self) -> bool:
         """Whether the coefficient is at a bound and cannot go further in that direction."""
-        at_min = "min_coef" in self.uses and self.value <= self.min_coef
-        at_max = "max_coef" in self.uses and self.value >= self.max_coef
+        return self.is_bound(self.value)
+
+    def is_bound(self, coef: float) -> bool:
+        """
+        Whether a coefficient is at a bound of this controller.
+
+        Args:
+            coef (`float`):
+                The coefficient.
+        """
+        at_min = "min_coef" in self.uses and coef <= self.min_coef
+        at_max = "max_coef" in self.uses and coef >= self.max_coef
         return at_min or at_max
 
     def update(self, kl: float, n_steps: float) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .base import BatchMeasurement, KLController, safe_exp
-from .hold_state import HoldConstants, HoldKLControllerState, propagate
+from .hold_state import HoldConstants, HoldKLControllerState, add_noise, propagate
 
 
 FIRST_COEF = 0.2  # if unset; the choice hardly matters, because the penalty does not pull at the reference
@@ -24,14 +24,16 @@ class HoldKLController(KLController):
 
     `v <- momentum * v + (1 - momentum) * a * (1 - coef * x / hold + noise)`, `x <- x + v`
 
-    `a` is the free speed: the greatest one the policy has shown. `hold` is the coefficient at which a policy at the
-    target stands still. A batch shows it, up to a bias: it is `exp(bias) * drive / drag` there. All steps on a rollout
-    share its coefficient, its `x` and its noise. A Kalman filter on this model estimates `x`, `v` and `bias` from the
-    measured KL and its standard error.
+    `a` is the free speed, at which the policy moves where nothing drags. `hold` is the coefficient at which a policy
+    at the target stands still. A batch shows it, up to a bias: it is `exp(bias) * drive / drag` there. All steps on a
+    rollout share its coefficient, its `x` and its noise. An extended Kalman filter on this model estimates `x`, `v`,
+    `bias` and `log a` from the measured KL and its standard error.
 
-    The law looks ahead to the weights that its coefficient will act on. It wants to go the rest of the way in
-    `horizon` optimizer steps, and not faster than `pace * a`. That is the wanted speed `w * a`. It then asks which
-    constant push gives that mean speed over the horizon. The push is the share of the drive that the penalty leaves:
+    A batch is given the coefficient that follows from its own KL. Where the penalty must be entered before the KL is
+    known, it is the coefficient of the batch before, and the law looks ahead to the weights that the next one will act
+    on. It wants to go the rest of the way in `horizon` optimizer steps, and not faster than `pace * a`. That is the
+    wanted speed `w * a`. It then asks which constant push gives that mean speed over the horizon. The push is the
+    share of the drive that the penalty leaves:
 
     - `w = clip((1 - x) / max(horizon * a, shortest_way), -pace, pace)`
     - `push = w + lead * (w - v / a)`, limited to `[brake, release]`; `lead` follows from momentum and horizon
@@ -56,6 +58,7 @@ class HoldKLController(KLController):
 
     needs_target = True
     needs_start = False
+    acts_at_once = True
     uses = frozenset({"target", "min_coef", "max_coef"})
     formula = (
         "hold * (1 - w - lead * (w - v / a)) / max(x, 1), w = clip((1 - x) / max(horizon * a, 1/5), -0.9, 0.9), "
@@ -125,20 +128,23 @@ class HoldKLController(KLController):
         noise = kl * k.usual_noise if batch.standard_error is None else batch.standard_error
         variance = (max(noise / kl, k.quietest) * measured / 2.0) ** 2
 
-        state = before
+        state, first_move = before, False
         if state.distance is None:
             # A first KL this large is not the work of a first step: the run starts away from its reference.
             moved = moved and measured < k.first_way
             state = replace(state, distance=0.0 if moved else measured, c00=variance)
         if moved:
-            if state.free_speed is None:
+            first_move = state.free_speed is None
+            if first_move:
                 assert state.distance is not None
                 # Adam's first step is about twice as long as the following ones.
                 speed = max(abs(measured - state.distance) / (steps + 1.0), k.first_speed if state.distance else 1e-6)
-                state = replace(state, free_speed=speed / rate)
+                state = replace(state, free_speed=speed / rate, fastest=speed / rate)
             state = self._predict(replace(state, steps=steps, rate=rate))
         state = self._correct(state, measured, variance, moved)
-        state = replace(self._weigh(state, batch, measured), acting=self.value)
+        if first_move:
+            state = replace(state, c33=k.first_spread**2)  # from here on the filter learns the free speed
+        state = replace(self._weigh(state, batch, measured), acting=batch.applied)
         if not moved or not state.live:
             self._state = state
             return self.value
@@ -202,18 +208,18 @@ class HoldKLController(KLController):
         xv, xp, vv, vp = self._response(state.steps, state.age)
         by_distance = -free * coef / self._hold(state)
         by_bias = -by_distance * distance
-        c = propagate(
-            ((1.0 + xp * by_distance, xv, xp * by_bias), (vp * by_distance, vv, vp * by_bias), (0.0, 0.0, 1.0)),
-            state.covariance,
+        by_free = free * self._push(distance, coef, state)
+        moves = (
+            (1.0 + xp * by_distance, xv, xp * by_bias, xp * by_free),
+            (vp * by_distance, vv, vp * by_bias, vp * by_free),
+            (0.0, 0.0, 1.0, 0.0),
+            (0.0, 0.0, 0.0, 1.0),
         )
         # All steps on a rollout share its noise.
-        noise = (free * self._push_noise(state)) ** 2
+        gust = free * self._push_noise(state)
         drift = (k.drift if distance < k.arrived else k.drift_there) ** 2 * state.steps * min(1.0, free / k.full_speed)
-        c = (
-            (c[0][0] + xp * xp * noise, c[0][1] + xp * vp * noise, c[0][2]),
-            (c[1][0] + xp * vp * noise, c[1][1] + vp * vp * noise, c[1][2]),
-            (c[2][0], c[2][1], c[2][2] + drift),
-        )
+        free_drift = min(k.free_drift**2 * state.steps, max(k.first_spread**2 - state.c33, 0.0)) if state.c33 else 0.0
+        c = add_noise(propagate(moves, state.covariance), (xp * gust, vp * gust), (drift, free_drift))
         distance, speed = self._advance(state, coef)
         age = state.age + max(round(state.steps), 1)
         return state.with_covariance(c, distance=distance, speed=speed, age=age)
@@ -235,31 +241,22 @@ class HoldKLController(KLController):
         total = max(c[0][0], 0.0) + variance
         limit = 3.0 * math.sqrt(total)
         surprise = min(max(measured - state.distance, -limit), limit)
-        gain = [c[row][0] / total for row in range(3)]
-        speed = state.speed + gain[1] * surprise
-        free = state.free_speed
-        if free is not None and state.live and moved:
-            # One outlier must not pass for a speed.
-            free = min(max(free, abs(speed) / state.rate), k.faster * free)
-        bias = gain[2] * surprise * self._told(state, speed)
-        c = tuple(tuple(c[i][j] - gain[i] * c[0][j] for j in range(3)) for i in range(3))
+        gain = [c[row][0] / total for row in range(4)]
+        speed, free, fastest = state.speed + gain[1] * surprise, state.free_speed, state.fastest
+        if free is not None and moved:
+            # One outlier must not pass for a speed. And a policy that stands still because the penalty is stronger
+            # than the filter believes must not pass for one that cannot move.
+            fastest = max(fastest, min(abs(speed) / state.rate, k.faster * fastest))
+            free = max(free * safe_exp(min(max(gain[3] * surprise, -k.free_step), k.free_step)), k.slowest * fastest)
+        c = tuple(tuple(c[i][j] - gain[i] * c[0][j] for j in range(4)) for i in range(4))
         return replace(
             state.with_covariance(c),
             distance=max(state.distance + gain[0] * surprise, 0.0),
             speed=speed,
-            bias=state.bias + bias,
+            bias=state.bias + gain[2] * surprise,
             free_speed=free,
+            fastest=fastest,
         )
-
-    def _told(self, state: HoldKLControllerState, speed: float) -> float:
-        """
-        How much a surprise tells of `hold`, from 0 to 1. A penalty that hardly pulled shows little of how well it
-        holds, and the surprise is an error of the free speed; unless the policy hardly moves where it should be free.
-        """
-        push = self._push(state.distance or 0.0, state.acting or 0.0, state)
-        expected = (state.free_speed or 0.0) * state.rate * push
-        missing = 1.0 - speed / expected if expected > 0.0 else 1.0
-        return min(max((state.live - push) / self.constants.telling, missing * abs(missing)), 1.0)
 
     def _weigh(self, state: HoldKLControllerState, batch: BatchMeasurement, measured: float) -> HoldKLControllerState:
         """
@@ -289,26 +286,27 @@ class HoldKLController(KLController):
         )
 
     def _decide(self, state: HoldKLControllerState, before: HoldKLControllerState) -> float:
-        """The next coefficient. It acts on the weights after the steps of the batch just measured."""
+        """The next coefficient."""
         k = self.constants
         assert state.distance is not None and state.free_speed is not None
-        free = state.free_speed * state.rate
+        distance, speed, free = state.distance, state.speed, state.free_speed * state.rate
         coasts = k.momentum / (1.0 - k.momentum)
-        excess = state.distance - 1.0
+        excess = distance - 1.0
         above = max(2.0 * math.sqrt(max(state.c00, 0.0)), k.band)
-        stays_above = excess > above and excess + coasts * state.speed > 0.0
+        stays_above = excess > above and excess + coasts * speed > 0.0
         if stays_above:
             state = replace(state, bias=max(state.bias, before.bias))
         if excess > k.arrived - 1.0:
             # Where the KL comes down well, more would only have to be taken back.
-            falls = excess + k.patience * state.speed < 0.0
+            falls = excess + k.patience * speed < 0.0
             rate = k.integral if not stays_above else 0.0 if falls else k.integral_above
             counted = min(excess, 1.0 if stays_above else 1.0 - k.arrived)
             state = replace(state, bias=state.bias + rate * counted * min(free * state.steps, k.longest))
         state = self._state = self._keep_bias_bounded(state)
 
-        # The steps on the batch just measured are still to come, at the coefficient that it was given.
-        distance, speed = self._advance(state, self.value)
+        if state.acting is not None:
+            # The steps on the batch just measured are still to come, at the coefficient that it was given.
+            distance, speed = self._advance(state, state.acting)
         horizon = max(k.horizon, k.horizon_rollouts * state.steps)
         coasted = coasts * (1.0 - math.pow(k.momentum, horizon))
         lead = coasted / (horizon - coasted)

@@ -35,7 +35,13 @@ class HoldConstants:
         usual_gusts, least_gusts, most_gusts (`float`):
             That part where no error of the drive is given, and the limits of what is believed.
         faster (`float`):
-            Growth of the free speed in one batch, at most. An outlier of the KL must not pass for a speed.
+            Growth of the fastest speed in one batch, at most. An outlier of the KL must not pass for a speed.
+        slowest (`float`):
+            Least free speed, as a share of the fastest one seen.
+        free_drift, free_step (`float`):
+            Change of `log a` in one optimizer step, and the most that one batch may change it by.
+        first_spread (`float`):
+            Uncertainty of `log a` after the first move. Adam's first step is not like the following ones.
         usual_correlation, usual_weight (`float`):
             Correlation of advantage and KL over completions that is usual, and for how many completions it counts. One
             batch of 32 tells the drive to about its own size.
@@ -51,8 +57,6 @@ class HoldConstants:
             That share where no error of the drive is given, and the most that is believed.
         spread (`float`):
             Uncertainty of `log hold` before the KL has shown anything.
-        telling (`float`):
-            Share of the drive from which on a penalty tells how well it holds.
         memory (`float`):
             Batches in the mean of drive and drag. One batch of 32 completions scatters by half.
         quietest, usual_noise (`float`):
@@ -89,6 +93,10 @@ class HoldConstants:
     least_gusts: float = 0.1
     most_gusts: float = 1.4
     faster: float = 1.25
+    slowest: float = 0.33
+    free_drift: float = 0.02
+    free_step: float = 0.3
+    first_spread: float = 0.5
     usual_weight: float = 300.0
     usual_correlation: float = 0.2
     least_correlation: float = 0.05
@@ -96,9 +104,8 @@ class HoldConstants:
     drift_there: float = 0.05
     diffusion: float = 4.0
     usual_diffusion: float = 1.2
-    most_diffusion: float = 2.5
+    most_diffusion: float = 10.0
     spread: float = 0.7
-    telling: float = 0.5
     memory: float = 40.0
     quietest: float = 0.04
     usual_noise: float = 0.1
@@ -109,7 +116,7 @@ class HoldConstants:
     integral_above: float = 4.0
     patience: float = 50.0
     arrived: float = 0.8
-    longest: float = 0.1
+    longest: float = 0.2
     band: float = 0.05
 
 
@@ -117,12 +124,13 @@ class HoldConstants:
 class HoldKLControllerState(KLControllerState):
     """
     The coefficient, and what the law knows. `distance` is `sqrt(kl / target)`, `None` before the first KL above 0.
-    `speed` is its change per optimizer step. `free_speed` is the greatest one seen, per unit of learning rate, `None`
-    before the first move. `bias` is `log(hold / (drive / drag))`. `drive`, `drag` and `drive_variance`, the squared
-    error of the former, are means of what the batches showed, scaled to the target; `batches` is how many, and
-    `completions` the size of the last. `c..` is the covariance of distance, speed and
-    bias. `steps` and `rate` are the optimizer steps of the last rollout and their learning rate; `age` counts all
-    steps. `acting` is the coefficient that the batch measured last was given, which those steps follow.
+    `speed` is its change per optimizer step. `free_speed` is that of a policy without a penalty, per unit of learning
+    rate, `None` before the first move; `fastest` is the greatest one seen. `bias` is `log(hold / (drive / drag))`.
+    `drive`, `drag` and `drive_variance`, the squared error of the former, are means of what the batches showed, scaled
+    to the target; `batches` is how many, and `completions` the size of the last. `c..` is the covariance of distance,
+    speed, bias and the logarithm of the free speed. `steps` and `rate` are the optimizer steps of the last rollout and
+    their learning rate; `age` counts all steps. `acting` is the coefficient that the batch measured last had been
+    given before it was measured, and that its steps follow; `None` if they follow `value`.
     """
 
     # Far wider than any run needs. Rounding may leave a variance slightly below 0.
@@ -131,6 +139,7 @@ class HoldKLControllerState(KLControllerState):
         "speed": (-1e6, 1e6),
         "bias": (-1e3, 1e3),
         "free_speed": (1e-30, 1e30),
+        "fastest": (0.0, 1e30),
         "drive": (-1e30, 1e30),
         "drive_variance": (0.0, 1e60),
         "drag": (0.0, 1e30),
@@ -142,6 +151,10 @@ class HoldKLControllerState(KLControllerState):
         "c11": (-1e-9, 1e12),
         "c12": (-1e12, 1e12),
         "c22": (-1e-9, 1e12),
+        "c03": (-1e12, 1e12),
+        "c13": (-1e12, 1e12),
+        "c23": (-1e12, 1e12),
+        "c33": (-1e-9, 1e12),
         "steps": (0.0, 1e6),
         "rate": (1e-30, 1e30),
         "live": (0.0, 1.0),
@@ -153,6 +166,7 @@ class HoldKLControllerState(KLControllerState):
     speed: float = 0.0
     bias: float = 0.0
     free_speed: float | None = None
+    fastest: float = 0.0
     drive: float = 0.0
     drive_variance: float | None = None
     drag: float = 0.0
@@ -164,6 +178,10 @@ class HoldKLControllerState(KLControllerState):
     c11: float = 0.0
     c12: float = 0.0
     c22: float = 0.0
+    c03: float = 0.0
+    c13: float = 0.0
+    c23: float = 0.0
+    c33: float = 0.0
     steps: float = 1.0
     rate: float = 1.0
     live: float = 1.0
@@ -173,16 +191,27 @@ class HoldKLControllerState(KLControllerState):
     @property
     def covariance(self) -> Matrix:
         return (
-            (self.c00, self.c01, self.c02),
-            (self.c01, self.c11, self.c12),
-            (self.c02, self.c12, self.c22),
+            (self.c00, self.c01, self.c02, self.c03),
+            (self.c01, self.c11, self.c12, self.c13),
+            (self.c02, self.c12, self.c22, self.c23),
+            (self.c03, self.c13, self.c23, self.c33),
         )
 
     def with_covariance(self, c: Matrix, **changes: float) -> "HoldKLControllerState":
-        return replace(self, c00=c[0][0], c01=c[0][1], c02=c[0][2], c11=c[1][1], c12=c[1][2], c22=c[2][2], **changes)
+        entries = {f"c{row}{column}": c[row][column] for row in range(4) for column in range(row, 4)}
+        return replace(self, **entries, **changes)
 
 
 def propagate(f: Matrix, c: Matrix) -> Matrix:
     """`f c f^T`."""
-    fc = [[sum(f[i][m] * c[m][j] for m in range(3)) for j in range(3)] for i in range(3)]
-    return tuple(tuple(sum(fc[i][m] * f[j][m] for m in range(3)) for j in range(3)) for i in range(3))
+    fc = [[sum(f[i][m] * c[m][j] for m in range(4)) for j in range(4)] for i in range(4)]
+    return tuple(tuple(sum(fc[i][m] * f[j][m] for m in range(4)) for j in range(4)) for i in range(4))
+
+
+def add_noise(c: Matrix, shared: tuple[float, float], drifts: tuple[float, float]) -> Matrix:
+    """The covariance after a noise that distance and speed share, and after the drifts of bias and free speed."""
+    noise = [*shared, 0.0, 0.0]
+    own = (0.0, 0.0, *drifts)
+    return tuple(
+        tuple(c[i][j] + noise[i] * noise[j] + (own[i] if i == j else 0.0) for j in range(4)) for i in range(4)
+    )

@@ -197,8 +197,9 @@ class KLXCallback(TrainerCallback):
             max(self._kl_sum / self._kl_steps, 0.0),
             self._steps * self._completions_per_step,
             *self.steering.clock.pop(),
+            applied=self.controller.value,
         )
-        self.steering.learn(batch, self.controller.value)
+        self.steering.learn(batch)
         self._forget()
         self._apply()
 

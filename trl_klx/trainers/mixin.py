@@ -221,13 +221,16 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
         if kl is None or placement.in_loss:
             names = {"klx_ref_logps": rollout.reference.logps, "klx_ref_hidden": rollout.reference.hidden}
             batch |= {name: tensor for name, tensor in names.items() if tensor is not None}
+        # In a batch that is measured in parts, as in one whose rewards have the penalty in them, the penalty is
+        # entered before the KL of the whole is known.
+        rollout.undecided &= not placement.asks_at_generation
         if kl is not None and not placement.per_microbatch:
             self._klx_apply(batch, rollout, kl)
-            self._klx_finish(rollout)
             return
         if kl is not None:
             batch["klx_measured"] = torch.stack(kl, dim=-1)  # (B, T, 3)
         rollout.deferred, rollout.pending = True, micro_batches
+        rollout.undecided &= micro_batches == 1
 
     def _klx_group_ids(self, batch: Batch) -> torch.Tensor:
         size = batch["completion_ids"].size(0)
@@ -238,16 +241,22 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
 
     @torch.no_grad()
     def _klx_apply(self, batch: Batch, rollout: Rollout, kl: TokenKL) -> None:
-        """Enter the penalty of a measured batch, and count the batch."""
+        """Count a measured batch or micro-batch, close the rollout with the last of them, and enter the penalty."""
         mask = self._klx_control.mask(self._klx_generated(batch), batch["completion_ids"])
-        # Nothing is steered in evaluation.
-        pull = self._klx_pull(batch, rollout, kl, mask) if self._klx_mode == "train" else None
-        adjustment = self._klx_placement.apply(batch, kl, mask, rollout.coef)
-        if rollout.deferred and rollout.pending == 0:
-            return  # a second pass over micro-batches that were counted in the first
-        if self.log_completions:
-            self._klx_completions.fill(batch, kl.statistic, mask)
-        self._klx_control.add(rollout, kl, mask, adjustment, pull)
+        placement = self._klx_placement
+        charge = placement.charge(batch, kl, mask)
+        # Micro-batches that are passed over again were counted the first time.
+        if not rollout.deferred or rollout.pending > 0:
+            # Nothing is steered in evaluation.
+            pull = self._klx_pull(batch, rollout, kl, mask) if self._klx_mode == "train" else None
+            if self.log_completions:
+                self._klx_completions.fill(batch, kl.statistic, mask)
+            self._klx_control.add(rollout, kl, mask, None if placement.in_token_rewards else charge, pull)
+            rollout.pending = max(rollout.pending - 1, 0)
+            if rollout.pending == 0:
+                self._klx_finish(rollout)
+        if charge is not None:
+            placement.apply(batch, charge, rollout.coef)
 
     def _klx_pull(self, batch: Batch, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> Pull | None:
         """What moves the policy along the KL; `None` where the penalty is already in the advantages."""
@@ -315,10 +324,6 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
                 heads = self._klx_heads(rollout)
             kl = self._klx_control.measure(policy.detach(), reference, heads, self._klx_tokens(inputs), exact)
         self._klx_apply(inputs, rollout, kl)
-        if rollout.pending > 0:
-            rollout.pending -= 1
-            if rollout.pending == 0:
-                self._klx_finish(rollout)
 
     def _klx_after_loss(self, loss: torch.Tensor, inputs: Batch, policy: Scored) -> torch.Tensor:
         """Add the placement's term to TRL's loss."""

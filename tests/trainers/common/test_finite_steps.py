@@ -158,9 +158,9 @@ def test_a_controller_does_not_count_steps_that_were_not_taken(kind, spoil, tmp_
     trainer = build(kind, tmp_path, kl_target=0.5, max_steps=5, save_strategy="steps", save_steps=1)
     seen, learn = [], trainer.kl_control.learn
 
-    def watch(batch, coef):
+    def watch(batch):
         seen.append((batch.optimizer_steps, batch.learning_rate))
-        learn(batch, coef)
+        learn(batch)
 
     trainer.kl_control.learn = watch
     spoil(math.nan, 2)

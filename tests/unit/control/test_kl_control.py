@@ -124,8 +124,8 @@ def test_micro_batches_add_up_to_the_whole(micro_batches, unit):
     rollout, size = control.begin(), 4 // micro_batches
     for start in range(0, 4, size):
         rows = slice(start, start + size)
-        adjustment = torch.full(mask[rows].shape, -0.5) * mask[rows]
-        control.add(rollout, control.measure(part(policy, rows), part(reference, rows)), mask[rows], adjustment)
+        charge = torch.full(mask[rows].shape, -2.5) * mask[rows]
+        control.add(rollout, control.measure(part(policy, rows), part(reference, rows)), mask[rows], charge)
     metrics = control.finish(rollout, one_process, train=True)
     tokens = int(mask.sum())
     k1, k3 = (totals(policy, reference, mask, kind) for kind in ("k1", "k3"))
@@ -133,7 +133,7 @@ def test_micro_batches_add_up_to_the_whole(micro_batches, unit):
     assert metrics["kl"] == pytest.approx(k3 / per, rel=1e-5)
     assert metrics["kl_k1"] == pytest.approx(k1 / per, rel=1e-5)
     assert metrics["kl_per_token"] == pytest.approx(k3 / tokens, rel=1e-5)
-    assert metrics["adjustment_abs_mean"] == pytest.approx(0.5)
+    assert metrics["adjustment_abs_mean"] == pytest.approx(0.2 * 2.5)
     # Ziegler's rule counts all completions of the batch, masked ones included.
     error = min(max(metrics["kl"] / 0.5 - 1, -0.2), 0.2)
     assert control.controller.value == pytest.approx(0.2 * (1 + error * 4 / 100), rel=1e-9)
@@ -394,7 +394,9 @@ def test_advantage_placement(algorithm, estimator, centering, discount):
     placement = place(algorithm, "advantage", **fields)
     batch, kl, mask, plain, counts = measured(estimator)
     advantages = batch["advantages"].clone()
-    adjustment = placement.apply(batch, kl, mask, 0.3)
+    charge = placement.charge(batch, kl, mask)
+    placement.apply(batch, charge, 0.3)
+    adjustment = -0.3 * charge
     sets = centering_sets(centering, 4, 2, [0, 1, 2, 3])
     torch.testing.assert_close(
         adjustment, centered(discounted(plain, counts, discount), counts, 0.3, sets), rtol=1e-5, atol=1e-6
@@ -433,7 +435,7 @@ def test_reward_placement_of_sequences(algorithm, estimator):
 def test_reward_placement_of_tokens(estimator):
     placement = place("ppo", "reward", kl_estimator=estimator)
     batch, kl, mask, plain, _ = measured(estimator)
-    assert placement.apply(batch, kl, mask, 0.3) is None
+    placement.apply(batch, placement.charge(batch, kl, mask), 0.3)
     torch.testing.assert_close(batch["klx_penalty"], 0.3 * torch.tensor(plain))
 
 
@@ -482,7 +484,7 @@ def test_a_run_that_only_measures_has_a_placement_that_does_nothing():
     placement = Placement(build(kl_monitor=True), Accelerator(cpu=True))
     batch, kl, mask, *_ = measured()
     before = dict(batch)
-    assert placement.apply(batch, kl, mask, 0.3) is None and batch == before
+    assert placement.charge(batch, kl, mask) is None and batch == before
     assert placement.loss_term(batch, Scored(None), 0.3, None) is None
     assert not (placement.in_loss or placement.asks_at_generation or placement.per_batch or placement.per_microbatch)
 
@@ -503,10 +505,11 @@ def toy_placement():
             if args.kl_penalty_coef > 5.0:
                 raise ValueError(f"`kl_penalty_coef={args.kl_penalty_coef!r}` is too much for a toy.")
 
-        def apply(self, batch, kl, mask, coef):
-            adjustment = -coef * torch.where(mask, kl.penalised, 0.0)
-            batch["advantages"] = batch["advantages"].unsqueeze(1) + adjustment
-            return adjustment
+        def charge(self, batch, kl, mask):
+            return torch.where(mask, kl.penalised, 0.0)
+
+        def apply(self, batch, charge, coef):
+            batch["advantages"] = batch["advantages"].unsqueeze(1) - coef * charge
 
     yield Toy
     del base._PLACEMENTS["grpo", "toy"]

@@ -48,13 +48,14 @@ class Plant:
             self.x = abs(self.x + self.v * (2 if self.age == 1 else 1))
 
 
-def follow(controller, plant, batches, rates=None):
-    """The true KL divided by the target, and the coefficients."""
+def follow(controller, plant, batches, rates=None, at_once=True):
+    """The true KL divided by the target, and the coefficients. Each batch gets its own, or that of the one before."""
     shares, coefs, steps = [], [], 0
     rate = 1.0
     for batch in range(batches):
         coef = controller.value
-        controller.observe(plant.measure(steps, rate))
+        controller.observe(replace(plant.measure(steps, rate), applied=None if at_once else coef))
+        coef = controller.value if at_once else coef
         shares.append(plant.kl / TARGET)
         coefs.append(coef)
         rate = 1.0 if rates is None else rates(batch)
@@ -72,18 +73,30 @@ def arrival(shares):
 
 
 class TestHolding:
+    @pytest.mark.parametrize("at_once", [True, False])
     @pytest.mark.parametrize("hold", [0.02, 0.25, 2.0])
     @pytest.mark.parametrize("speed", [0.03, 0.09, 0.2])
-    def test_holds_the_target(self, hold, speed):
-        shares, _ = follow(build(), Plant(speed, hold), 150)
+    def test_holds_the_target(self, hold, speed, at_once):
+        shares, _ = follow(build(), Plant(speed, hold), 150, at_once=at_once)
         assert relative_rms_error(shares[75:], 1.0) < 0.1
         assert max(shares) < 1.3
 
+    @pytest.mark.parametrize("at_once", [True, False])
     @pytest.mark.parametrize("steps", [1, 4, 8])
-    def test_several_optimizer_steps_per_rollout(self, steps):
-        shares, _ = follow(build(), Plant(0.05, steps=steps), 120)
+    def test_several_optimizer_steps_per_rollout(self, steps, at_once):
+        shares, _ = follow(build(), Plant(0.05, steps=steps), 120, at_once=at_once)
         assert relative_rms_error(shares[60:], 1.0) < 0.13
         assert max(shares) < 1.45
+
+    @pytest.mark.parametrize("first", [0.5, 2.0])
+    def test_learns_the_free_speed(self, first):
+        """The first move tells it to a factor of two; it must not be mistaken for a penalty that is too strong."""
+        controller, plant = build(), Plant(0.09, noise=0.02)
+        follow(controller, plant, 2)
+        wrong = {name: first * controller.state_dict()[name] for name in ("free_speed", "fastest")}
+        controller.load_state_dict(controller.state_dict() | wrong)
+        follow(controller, plant, 40)
+        assert controller.free_speed == pytest.approx(0.09, rel=0.35)
 
     def test_arrives_about_as_fast_as_a_free_run(self):
         shares, _ = follow(build(), Plant(), 60)
@@ -107,7 +120,7 @@ class TestHolding:
         for batch in range(60):
             coef, following = (0.05, 0.6) if batch % 2 else (0.6, 0.05)
             controller.load_state_dict(controller.state_dict() | {"value": coef})
-            controller.observe(plant.measure(min(batch, 1)))
+            controller.observe(replace(plant.measure(min(batch, 1)), applied=coef))
             plant.train(coef)
             if batch >= 20:
                 assert controller._state.acting == coef
@@ -129,7 +142,7 @@ class TestHolding:
         for controller, drive in ((lucky, 0.5), (unlucky, 0.01)):
             controller.observe(BatchMeasurement(0.0, 32, 0, None, 0.0, 0.0, 0.0, 0.0))
             controller.observe(BatchMeasurement(0.3, 32, 1, 1.0, drive, 0.6, 0.02, 0.3))
-        assert unlucky.hold < lucky.hold < 2.0 * unlucky.hold
+        assert 0.5 < unlucky.hold / lucky.hold < 2.0
 
     def test_the_kl_alone_is_enough(self):
         plant, controller, shares = Plant(), build(0.1), []
@@ -267,16 +280,22 @@ class TestInterface:
         assert controller.value == 1.0 and controller.hold <= 4.0
         assert abs(controller.state_dict()["bias"]) < 10
 
-    def test_the_formula_is_the_law(self):
-        """What `trl-klx controllers` prints gives the next coefficient, at the distance and speed one step ahead."""
+    @pytest.mark.parametrize("at_once", [True, False])
+    def test_the_formula_is_the_law(self, at_once):
+        """
+        What `trl-klx controllers` prints gives the coefficient: that of the batch, or that of the next one, at the
+        distance and speed one step ahead.
+        """
         controller, plant = build(), Plant(noise=0.01)
-        follow(controller, plant, 25)
+        follow(controller, plant, 25, at_once=at_once)
         applied = controller.value
-        coef = controller.observe(plant.measure(1))
+        coef = controller.observe(replace(plant.measure(1), applied=None if at_once else applied))
         state, k, hold, a = controller._state, controller.constants, controller.hold, controller.free_speed
-        follows = 0.1 / (1 - 0.9 ** (state.age + 1))
-        v = state.speed + follows * (a * (1 - applied * state.distance / hold) - state.speed)
-        x = state.distance + v
+        x, v = state.distance, state.speed
+        if not at_once:
+            follows = 0.1 / (1 - 0.9 ** (state.age + 1))
+            v += follows * (a * (1 - applied * x / hold) - v)
+            x += v
         horizon = k.horizon
         lead = (lambda coasted: coasted / (horizon - coasted))(9 * (1 - 0.9**horizon))
         w = min(max((1 - x) / max(horizon * a, 1 / 5), -0.9), 0.9)

@@ -44,11 +44,13 @@ class AdvantagePlacement(ScorePlacement):
     def per_batch(self) -> bool:
         return self.args.kl_centering in ("batch", "group")
 
-    def apply(self, batch: Batch, kl: TokenKL, mask: torch.Tensor, coef: float) -> torch.Tensor:
+    def charge(self, batch: Batch, kl: TokenKL, mask: torch.Tensor) -> torch.Tensor:
         to_go = discount_kl(kl.penalised, mask, self.args.kl_discount)
-        adjustment = kl_adjustment(to_go, mask, coef, self._mean(to_go, mask, batch))
-        self._enter(batch, adjustment)
-        return adjustment
+        return -kl_adjustment(to_go, mask, 1.0, self._mean(to_go, mask, batch))
+
+    def apply(self, batch: Batch, charge: torch.Tensor, coef: float) -> None:
+        # A coefficient of 0 adds nothing, even where the KL is not finite.
+        self._enter(batch, -coef * charge if coef else torch.zeros_like(charge))
 
     def _enter(self, batch: Batch, adjustment: torch.Tensor) -> None:
         batch["klx_adjustment"] = adjustment

@@ -81,11 +81,15 @@ class Placement:
         """With `asks_at_generation`: the log-probs that TRL gets for the reference."""
         raise NotImplementedError
 
-    def apply(self, batch: Batch, kl: TokenKL, mask: torch.Tensor, coef: float) -> torch.Tensor | None:
+    def charge(self, batch: Batch, kl: TokenKL, mask: torch.Tensor) -> torch.Tensor | None:
         """
-        Enter the penalty of a measured batch. Returns the adjustment of the advantages, if it is one.
+        What each token of a measured batch pays per unit of coefficient, `(B, T)`; `None` if [`~Placement.apply`] has
+        nothing to enter.
         """
         return None
+
+    def apply(self, batch: Batch, charge: torch.Tensor, coef: float) -> None:
+        """Enter the penalty of a measured batch, `coef` times what [`~Placement.charge`] gave."""
 
     def loss_term(
         self,

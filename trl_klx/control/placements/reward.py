@@ -71,5 +71,8 @@ class PPOReward(ScorePlacement):
 
     in_token_rewards = True
 
-    def apply(self, batch: Batch, kl: TokenKL, mask: torch.Tensor, coef: float) -> None:
-        batch["klx_penalty"] = coef * torch.where(mask, kl.penalised, 0.0)
+    def charge(self, batch: Batch, kl: TokenKL, mask: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask, kl.penalised, 0.0)
+
+    def apply(self, batch: Batch, charge: torch.Tensor, coef: float) -> None:
+        batch["klx_penalty"] = coef * charge
