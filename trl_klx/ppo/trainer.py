@@ -236,7 +236,7 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
 
     def _klx_pull(self, batch: Batch, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> Pull | None:
         if rollout.policy is None or rollout.policy.values is None:
-            return None  # in one pass, the values come too late for the controller
+            return None  # the rollout is measured in parts
         args, counted = self.args, mask
         mask = self._klx_generated(batch) & batch["ppo_scorable"].unsqueeze(1)
         rewards = shape_rewards(batch["ppo_scores"], torch.zeros_like(kl.k1), mask, 1.0)
@@ -311,9 +311,14 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
     # ---- Loss ----
 
     def _klx_before_advantages(self, inputs: Batch, policy: Scored) -> None:
-        super()._klx_before_advantages(inputs, policy)
         assert policy.values is not None
-        if "ppo_mask" not in inputs:
+        in_one_pass = "ppo_mask" not in inputs
+        rollout = self._klx_rollouts[self._klx_mode]
+        if in_one_pass:
+            rollout.policy = policy.detach()  # the controller is shown its values
+        super()._klx_before_advantages(inputs, policy)
+        rollout.forget_passes()
+        if in_one_pass:
             self._ppo_estimate(inputs, policy.values.detach())
         elif "klx_adjustment" in inputs:
             inputs["advantages"] = inputs["advantages"] + inputs.pop("klx_adjustment") * inputs["ppo_mask"]

@@ -54,6 +54,7 @@ def test_how_often_the_policy_is_scored(fields, passes, tmp_path):
         {"kl_placement": "advantage"},
         {"kl_placement": "advantage", "kl_centering": "microbatch"},
         {"kl_placement": "loss"},
+        {"kl_controller": "hold"},
         {"kl_statistic": "full"},
         {"reward_scaling": "running", "whiten_rewards": True},
         {"kl_penalty_coef": 0.0, "kl_monitor": True},
