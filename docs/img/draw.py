@@ -95,20 +95,15 @@ def simulate(name: str, settings: dict, seed: int = 0) -> tuple[list[float], lis
         tokens = (random.random((BATCH, POSITIONS, 1)) > probs.cumsum(1)).sum(2).clip(max=SYMBOLS - 1)
         ratio = np.log(probs[places, tokens] * SYMBOLS)  # the reference is uniform
         reward = worth[places, tokens].sum(1)
-        kl = float((np.exp(-ratio) - 1 + ratio).sum(1).mean())
-        kls.append(kl)
+        reward = (reward - reward.mean()) / reward.std()
+        totals, pulls = (np.exp(-ratio) - 1 + ratio).sum(1), reward * ratio.sum(1)
+        kls.append(float(totals.mean()))
         coefs.append(controller.value)
-        advantage = ((reward - reward.mean()) / reward.std())[:, None] + controller.value * (ratio.mean() - ratio)
-        gradient = np.zeros_like(logits)
-        np.add.at(gradient, (np.broadcast_to(places, tokens.shape), tokens), advantage)
-        gradient = (gradient - advantage.sum(0)[:, None] * probs) / BATCH
-        first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
-        logits += RATE * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
-        totals, pulls = (np.exp(-ratio) - 1 + ratio).sum(1), (reward - reward.mean()) / reward.std() * ratio.sum(1)
         controller.observe(
             BatchMeasurement(
-                kl,
+                kls[-1],
                 BATCH,
+                optimizer_steps=min(step - 1, 1),
                 learning_rate=RATE,
                 drive=float(pulls.mean()),
                 drag=float((ratio**2).sum(1).mean()),
@@ -116,6 +111,14 @@ def simulate(name: str, settings: dict, seed: int = 0) -> tuple[list[float], lis
                 drive_error=float(pulls.std() / BATCH**0.5),
             )
         )
+        if controller.acts_at_once:
+            coefs[-1] = controller.value
+        advantage = reward[:, None] + coefs[-1] * (ratio.mean() - ratio)
+        gradient = np.zeros_like(logits)
+        np.add.at(gradient, (np.broadcast_to(places, tokens.shape), tokens), advantage)
+        gradient = (gradient - advantage.sum(0)[:, None] * probs) / BATCH
+        first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
+        logits += RATE * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
     return kls, coefs
 
 

@@ -38,14 +38,14 @@ def train(trainer_class, tmp_path, **fields):
         *(() if trainer_class is KLXPPOTrainer else (trainer_class,)), tmp_path, **fields
     )
     placement, given = trainer._klx_placement, []
-    for name in ("apply", "loss_term"):
+    name = "loss_term" if placement.in_loss else "apply"
+    method = getattr(placement, name)
 
-        def watch(*args, method=getattr(placement, name), name=name):
-            given.append(args[2])  # the coefficient, in both
-            return method(*args)
+    def watch(*args):
+        given.append(args[2])  # the coefficient, in both
+        return method(*args)
 
-        if name == ("loss_term" if placement.in_loss else "apply"):
-            setattr(placement, name, watch)
+    setattr(placement, name, watch)
     trainer.train()
     return trainer, given
 
