@@ -25,9 +25,10 @@ class HoldKLController(KLController):
     `v <- momentum * v + (1 - momentum) * a * (1 - coef * x / hold + noise)`, `x <- x + v`
 
     `a` is the free speed, at which the policy moves where nothing drags. `hold` is the coefficient at which a policy
-    at the target stands still. A batch shows it, up to a bias: it is `exp(bias) * drive / drag` there. All steps on a
-    rollout share its coefficient, its `x` and its noise. An extended Kalman filter on this model estimates `x`, `v`,
-    `bias` and `log a` from the measured KL and its standard error.
+    at the target stands still. A batch shows it, up to a bias: there it is `exp(bias) * (1 + diffusion) * drive /
+    drag`. The diffusion is what gradient noise adds to the KL. All steps on a rollout share its coefficient, its `x`
+    and its noise. An extended Kalman filter on this model estimates `x`, `v`, `bias` and `log a` from the measured KL
+    and its standard error.
 
     A batch is given the coefficient that follows from its own KL. Where the penalty must be entered before the KL is
     known, it is the coefficient of the batch before, and the law looks ahead to the weights that the next one will act
@@ -62,7 +63,7 @@ class HoldKLController(KLController):
     uses = frozenset({"target", "min_coef", "max_coef"})
     formula = (
         "hold * (1 - w - lead * (w - v / a)) / max(x, 1), w = clip((1 - x) / max(horizon * a, 1/5), -0.9, 0.9), "
-        "x = sqrt(kl / target), v = dx/dstep, hold = exp(bias) * drive / drag at x = 1"
+        "x = sqrt(kl / target), v = dx/dstep, a = free v, hold = exp(bias) * (1 + diffusion) * drive / drag at x = 1"
     )
     state_class = HoldKLControllerState
     _state: HoldKLControllerState

@@ -300,10 +300,12 @@ class TestInterface:
         lead = (lambda coasted: coasted / (horizon - coasted))(9 * (1 - 0.9**horizon))
         w = min(max((1 - x) / max(horizon * a, 1 / 5), -0.9), 0.9)
         assert coef == pytest.approx(hold * (1 - w - lead * (w - v / a)) / max(x, 1))
-        assert all(
-            part in controller.formula
-            for part in ("hold * (1 - w - lead * (w - v / a)) / max(x, 1)", "1/5", "-0.9, 0.9")
-        )
+        drive = controller._drive(state)
+        diffusion = min(k.diffusion * state.drive_variance / drive**2, k.most_diffusion)
+        assert hold == pytest.approx(math.exp(state.bias) * (1 + diffusion) * drive / state.drag)
+        parts = ["hold * (1 - w - lead * (w - v / a)) / max(x, 1)", "1/5", "-0.9, 0.9"]
+        parts += ["exp(bias) * (1 + diffusion) * drive / drag"]
+        assert all(part in controller.formula for part in parts)
 
 
 class TestGuard:
