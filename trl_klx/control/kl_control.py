@@ -24,15 +24,15 @@ class KLControl(Steering):
     trainer:
 
     ```python
-    rollout = control.begin()
+    rollout = control.begin(at_once=True)
     kl = control.measure(policy, reference)                   # two forward passes in, the KL of each token out
     control.add(rollout, kl, mask)                            # once per micro-batch
     metrics = control.finish(rollout, reduce, train=True)     # updates the coefficient
     penalty = rollout.coef * kl.penalised
     ```
 
-    A controller that `acts_at_once` decides `rollout.coef` in `finish`. If the penalty must be entered before that,
-    set `rollout.undecided = False` first: the coefficient is then the one that `begin` gave.
+    With `at_once`, a controller that `acts_at_once` decides `rollout.coef` in `finish`. Without it, `rollout.coef` is
+    known from the beginning, and the penalty can be entered before `finish`.
 
     Args:
         controller ([`KLController`]):
@@ -72,11 +72,17 @@ class KLControl(Steering):
 
     # ---- One generation batch ----
 
-    def begin(self) -> Rollout:
-        """Begin a generation batch, with the coefficient before its update."""
-        return Rollout(
-            coef=self.controller.value, undecided=self.controller.acts_at_once, resets=self.reference.resets
-        )
+    def begin(self, at_once: bool = False) -> Rollout:
+        """
+        Begin a generation batch, with the coefficient before its update.
+
+        Args:
+            at_once (`bool`, *optional*, defaults to `False`):
+                Whether the penalty will be entered after [`~KLControl.finish`], so that a controller that
+                `acts_at_once` can decide the coefficient there.
+        """
+        undecided = at_once and self.controller.acts_at_once
+        return Rollout(coef=self.controller.value, undecided=undecided, resets=self.reference.resets)
 
     def mask(self, mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """
@@ -241,7 +247,7 @@ class KLControl(Steering):
         if "charge" in sums:
             metrics["adjustment_abs_mean"] = rollout.coef * sums["charge"][0] / tokens if rollout.coef else 0.0
         if self.penalises:
-            metrics["saturated"] = float(self.controller.is_bound(rollout.coef))
+            metrics["saturated"] = float(self.controller.at_bound(rollout.coef))
         return metrics
 
     def _warn_masked(self) -> None:

@@ -88,7 +88,7 @@ class Rollout:
         coef (`float`):
             Coefficient applied to the whole batch. It is the one before this batch's update, unless `undecided`.
         undecided (`bool`):
-            Whether the batch will be given the coefficient that follows from its own KL, once that is measured.
+            Whether the batch will get the coefficient that follows from its own KL, once that is measured.
         sums ([`Sums`]):
             What was measured so far.
         totals (`dict[str, list[float]]`):

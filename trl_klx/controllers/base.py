@@ -59,8 +59,8 @@ class BatchMeasurement:
         drive_error (`float`, *optional*):
             Standard error of `drive` over the completions.
         applied (`float`, *optional*):
-            Coefficient that the batch had been given before it was measured. `None` if it is given the one that
-            follows from this measurement.
+            Coefficient already applied to the batch when it was measured. `None` if the batch gets the one that this
+            measurement leads to.
     """
 
     kl: float
@@ -97,8 +97,8 @@ class KLController(ABC):
 
     - `needs_target` (`bool`): whether construction without a target is refused.
     - `needs_start` (`bool`): whether construction without a first coefficient is refused.
-    - `acts_at_once` (`bool`): whether a batch is given the coefficient that follows from its own KL, where the KL is
-      known before the penalty is entered. Otherwise it is given the one before its update.
+    - `acts_at_once` (`bool`): whether a batch gets the coefficient that follows from its own KL, where the KL is known
+      before the penalty is entered. Otherwise it gets the one before its update.
     - `multiplicative` (`bool`): whether the rule scales the coefficient, and so can never leave 0.
     - `uses` (`frozenset[str]`): which of `target`, `horizon`, `min_coef` and `max_coef` the rule reads.
     - `formula` (`str`): the rule, in one line.
@@ -151,9 +151,9 @@ class KLController(ABC):
     @property
     def saturated(self) -> bool:
         """Whether the coefficient is at a bound and cannot go further in that direction."""
-        return self.is_bound(self.value)
+        return self.at_bound(self.value)
 
-    def is_bound(self, coef: float) -> bool:
+    def at_bound(self, coef: float) -> bool:
         """
         Whether a coefficient is at a bound of this controller.
 
@@ -167,7 +167,7 @@ class KLController(ABC):
 
     def update(self, kl: float, n_steps: float) -> float:
         """
-        Take the KL measured on one generation batch and return the coefficient for the next.
+        Take the KL measured on one generation batch and return the new coefficient.
 
         Args:
             kl (`float`):
@@ -239,7 +239,7 @@ class KLController(ABC):
     @abstractmethod
     def _next(self, kl: float, n_steps: float) -> float:
         """
-        The next coefficient, before bounds. `kl` is finite and >= 0. A rule that remembers more than the coefficient
+        The new coefficient, before bounds. `kl` is finite and >= 0. A rule that remembers more than the coefficient
         replaces `self._state` here; it need not set `value`.
         """
 

@@ -24,17 +24,17 @@ class HoldKLController(KLController):
 
     `v <- momentum * v + (1 - momentum) * a * (1 - coef * x / hold + noise)`, `x <- x + v`
 
-    `a` is the free speed, at which the policy moves where nothing drags. `hold` is the coefficient at which a policy
-    at the target stands still. A batch shows it, up to a bias: there it is `exp(bias) * (1 + diffusion) * drive /
-    drag`. The diffusion is what gradient noise adds to the KL. All steps on a rollout share its coefficient, its `x`
-    and its noise. An extended Kalman filter on this model estimates `x`, `v`, `bias` and `log a` from the measured KL
-    and its standard error.
+    `a` is the free speed, that of the policy without a penalty. `hold` is the coefficient at which a policy at the
+    target stands still. Each batch gives an estimate of it, up to a bias: `exp(bias) * (1 + diffusion) * drive / drag`
+    at the target. The diffusion is what gradient noise adds to the KL. All steps on a rollout share its coefficient,
+    its `x` and its noise. An extended Kalman filter on this model estimates `x`, `v`, `bias` and `log a` from the
+    measured KL and its standard error.
 
-    A batch is given the coefficient that follows from its own KL. Where the penalty must be entered before the KL is
-    known, it is the coefficient of the batch before, and the law looks ahead to the weights that the next one will act
-    on. It wants to go the rest of the way in `horizon` optimizer steps, and not faster than `pace * a`. That is the
-    wanted speed `w * a`. It then asks which constant push gives that mean speed over the horizon. The push is the
-    share of the drive that the penalty leaves:
+    A batch gets the coefficient that follows from its own KL. Where the penalty must be entered before the KL is
+    known, the batch gets the coefficient that followed from the previous batch, and the law looks ahead to the weights
+    that its answer will act on. It wants to go the rest of the way in `horizon` optimizer steps, and not faster than
+    `pace * a`. That is the wanted speed `w * a`. It then asks which constant push gives that mean speed over the
+    horizon. The push is the share of the drive that the penalty leaves:
 
     - `w = clip((1 - x) / max(horizon * a, shortest_way), -pace, pace)`
     - `push = w + lead * (w - v / a)`, limited to `[brake, release]`; `lead` follows from momentum and horizon
@@ -100,7 +100,7 @@ class HoldKLController(KLController):
         if state.free_speed is None:
             return FIRST_LR_FACTOR  # a step that is surely short enough shows how far a step goes
         # The present speed counts at once, although it may be an outlier: a short step does no harm.
-        speed = max(state.free_speed, abs(state.speed) / state.rate)
+        speed = max(state.fastest, abs(state.speed) / state.rate)
         return lr_guard_factor(speed * learning_rate, state.steps)
 
     @property
@@ -248,7 +248,9 @@ class HoldKLController(KLController):
             # One outlier must not pass for a speed. And a policy that stands still because the penalty is stronger
             # than the filter believes must not pass for one that cannot move.
             fastest = max(fastest, min(abs(speed) / state.rate, k.faster * fastest))
-            free = max(free * safe_exp(min(max(gain[3] * surprise, -k.free_step), k.free_step)), k.slowest * fastest)
+            free *= safe_exp(min(max(gain[3] * surprise, -k.free_step), k.free_step))
+            # A greater speed would mean more noise, a filter that follows noise, and so an ever greater speed.
+            free = min(max(free, k.slowest * fastest), fastest)
         c = tuple(tuple(c[i][j] - gain[i] * c[0][j] for j in range(4)) for i in range(4))
         return replace(
             state.with_covariance(c),

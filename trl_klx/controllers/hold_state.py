@@ -39,7 +39,7 @@ class HoldConstants:
         slowest (`float`):
             Least free speed, as a share of the fastest one seen.
         free_drift, free_step (`float`):
-            Change of `log a` in one optimizer step, and the most that one batch may change it by.
+            Random drift of `log a` per optimizer step, and the most that one batch may change it by.
         first_spread (`float`):
             Uncertainty of `log a` after the first move. Adam's first step is not like the following ones.
         usual_correlation, usual_weight (`float`):
@@ -125,7 +125,8 @@ class HoldKLControllerState(KLControllerState):
     """
     The coefficient, and what the law knows. `distance` is `sqrt(kl / target)`, `None` before the first KL above 0.
     `speed` is its change per optimizer step. `free_speed` is that of a policy without a penalty, per unit of learning
-    rate, `None` before the first move; `fastest` is the greatest one seen. `bias` is `log(hold / (drive / drag))`.
+    rate, `None` before the first move; `fastest` is the greatest one seen. `bias` is the logarithm of `hold`
+    over its estimate from drive and drag.
     `drive`, `drag` and `drive_variance`, the squared error of the former, are means of what the batches showed, scaled
     to the target; `batches` is how many, and `completions` the size of the last. `c..` is the covariance of distance,
     speed, bias and the logarithm of the free speed. `steps` and `rate` are the optimizer steps of the last rollout and

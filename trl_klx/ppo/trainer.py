@@ -235,12 +235,13 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
         return batch
 
     def _klx_pull(self, batch: Batch, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> Pull | None:
-        if rollout.policy is None or rollout.policy.values is None:
-            return None  # the rollout is measured in parts
+        scored = rollout.policy or rollout.clean
+        if scored is None or scored.values is None:
+            return None  # there was no pass over the whole rollout
         args, counted = self.args, mask
         mask = self._klx_generated(batch) & batch["ppo_scorable"].unsqueeze(1)
         rewards = shape_rewards(batch["ppo_scores"], torch.zeros_like(kl.k1), mask, 1.0)
-        advantages, _ = compute_gae(rewards, rollout.policy.values, mask, args.gamma, args.lam)
+        advantages, _ = compute_gae(rewards, scored.values, mask, args.gamma, args.lam)
         if not self._klx_placement.in_token_rewards:
             return Pull(self._ppo_whiten(advantages, mask))
         # The estimation is linear, so a penalty in the rewards reaches the advantages as a reward without values

@@ -167,7 +167,9 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
             return super()._generate_and_score_completions(inputs)
         if self._klx_mode == "train":
             self._klx_reset_if_stalled()
-        rollout = Rollout() if self.kl_control is None else self.kl_control.begin()
+        # With `asks_at_generation` the penalty is in the rewards before the KL of the whole batch is known.
+        at_once = not self._klx_placement.asks_at_generation
+        rollout = Rollout() if self.kl_control is None else self.kl_control.begin(at_once)
         self._klx_rollouts[self._klx_mode] = rollout
         if self._klx_mode == "train":
             self._klx_finite.begin(self.state.global_step + 1)
@@ -221,15 +223,13 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
         if kl is None or placement.in_loss:
             names = {"klx_ref_logps": rollout.reference.logps, "klx_ref_hidden": rollout.reference.hidden}
             batch |= {name: tensor for name, tensor in names.items() if tensor is not None}
-        # In a batch that is measured in parts, as in one whose rewards have the penalty in them, the penalty is
-        # entered before the KL of the whole is known.
-        rollout.undecided &= not placement.asks_at_generation
         if kl is not None and not placement.per_microbatch:
             self._klx_apply(batch, rollout, kl)
             return
         if kl is not None:
             batch["klx_measured"] = torch.stack(kl, dim=-1)  # (B, T, 3)
         rollout.deferred, rollout.pending = True, micro_batches
+        # Several micro-batches: the first one gets its penalty before the last one is counted.
         rollout.undecided &= micro_batches == 1
 
     def _klx_group_ids(self, batch: Batch) -> torch.Tensor:

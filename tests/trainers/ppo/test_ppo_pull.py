@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from support.ppo_checks import SETTINGS
+from support.tiny import build_model
 from support.tiny_ppo import build_ppo
 from trl_klx import KLXPPOTrainer
 
@@ -46,6 +47,12 @@ def test_drive_less_the_drag_is_what_the_policy_is_trained_on(fields, tmp_path):
         assert torch.allclose(expected, whole, atol=1e-4)
         moved += bool((k1 * mask).abs().max() > 1e-3)
     assert moved > 0
+
+
+def test_dropout_is_no_reason_to_show_nothing(tmp_path):
+    """The KL is then measured on a pass of its own, which has values too."""
+    trainer = train(tmp_path, model=build_model(attention_dropout=0.1), **ONE_PASS)
+    assert all(pull is not None for pull, *_ in trainer.pulls)
 
 
 @pytest.mark.parametrize("placement", ["advantage", "loss"])

@@ -515,6 +515,17 @@ def toy_placement():
     del base._PLACEMENTS["grpo", "toy"]
 
 
+def test_a_placement_without_a_charge_is_refused():
+    with pytest.raises(TypeError, match="Silent defines `apply` but not `charge`"):
+
+        @register_placement("silent", "grpo")
+        class Silent(Placement):
+            def apply(self, batch, charge, coef):
+                batch["advantages"] = batch["advantages"] - coef
+
+    assert "silent" not in list_placements("grpo")
+
+
 class RecordingGRPOTrainer(TotalRecorder, KLXTrainerMixin, Recorder, GRPOTrainer):
     pass
 

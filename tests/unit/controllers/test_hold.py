@@ -49,7 +49,10 @@ class Plant:
 
 
 def follow(controller, plant, batches, rates=None, at_once=True):
-    """The true KL divided by the target, and the coefficients. Each batch gets its own, or that of the one before."""
+    """
+    The true KL divided by the target, and the coefficients. A batch gets the one that follows from its own KL, or the
+    one that followed from the previous batch.
+    """
     shares, coefs, steps = [], [], 0
     rate = 1.0
     for batch in range(batches):
@@ -113,6 +116,25 @@ class TestHolding:
     def test_a_wrong_drive_is_corrected(self):
         shares, _ = follow(build(), Plant(bias=5.0), 200)
         assert relative_rms_error(shares[120:], 1.0) < 0.1
+
+    @pytest.mark.parametrize("steps", [1, 8])
+    @pytest.mark.parametrize("guarded", [False, True])
+    def test_the_free_speed_does_not_run_away(self, guarded, steps):
+        """In a long run the filter must not take its own noise for a faster policy, least of all with a guard."""
+        controller, plant = build(), Plant(0.09, steps=steps)
+        shares, factors, taken = [], [], 0
+        for _ in range(600):
+            factor = factors[-1] if factors else 1.0
+            controller.observe(plant.measure(taken, factor))
+            factors.append(controller.lr_factor(1.0) if guarded else 1.0)
+            plant.train(controller.value, factors[-1])
+            shares.append(plant.kl / TARGET)
+            taken = steps
+        assert 0.09 / 2.5 < controller._state.free_speed < 2.5 * 0.09
+        if guarded:
+            ideal = min(1.0, 1 / 6 / (0.09 * steps))
+            assert ideal / 2.5 < fmean(factors[300:]) <= 1.5 * ideal
+        assert relative_rms_error(shares[300:], 1.0) < 0.13
 
     def test_predicts_with_the_coefficient_that_acted(self):
         """The steps after a measurement follow the coefficient of that batch, not the one that it led to."""

@@ -124,6 +124,11 @@ def register_placement(name: str, *algorithms: str) -> Callable[[PlacementClass]
         raise ValueError(f"Algorithms of a placement must be of {', '.join(ALGORITHMS)}, but got {algorithms!r}.")
 
     def register(cls: PlacementClass) -> PlacementClass:
+        if cls.apply is not Placement.apply and cls.charge is Placement.charge:
+            raise TypeError(
+                f"{cls.__name__} defines `apply` but not `charge`, so that it would have nothing to apply. Let "
+                "`charge(batch, kl, mask)` return what each token pays per unit of coefficient."
+            )
         for algorithm in algorithms:
             _PLACEMENTS[algorithm, name] = cls
         return cls
