@@ -34,7 +34,7 @@ from ..checkpoints.mixin import KLXCheckpointMixin
 from ..control.exact_kl import check_trains_through_head, lm_head
 from ..control.forward_pass import has_dropout
 from ..control.metrics import Sums, read_metrics
-from ..control.other_kls import UpdateLimit, add_sampler_kl, check_update_target
+from ..control.other_kls import UpdateLimit, check_update_target
 from ..control.placements import Batch, Placement
 from ..control.rollout import Pull, Rollout, Scored, TokenKL
 from ..trl_versions import TRL_HAS_EOS_TOKEN_IDS
@@ -48,10 +48,10 @@ from .infinite_rewards import InfiniteRewardsMixin, warn_of_infinite_rewards
 from .launch_check import check_launch
 from .model_card import add_kl_section, describe_kl
 from .no_reward import check_groups, check_teacher, no_reward
+from .other_kls import OtherKLsMixin
 from .ref_model import check_ref_model
 from .reference_resets import ReferenceResetsMixin
 from .resumed_sampler import ResumeSampler
-from .update_steps import UpdateStepsMixin
 
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, ReferenceResetsMixin, KLXCheckpointMixin):
+class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, OtherKLsMixin, ReferenceResetsMixin, KLXCheckpointMixin):
     """
     Adds KL control to a TRL trainer whose batches come from `_generate_and_score_completions`.
 
@@ -281,15 +281,6 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, UpdateStepsMixin, Ref
                 self._metrics[mode][f"rewards/{name}/weight"].append(weight)
         if self._klx_placement.in_loss and metrics:
             self._metrics[mode]["kl"].append(metrics["kl_per_token"])  # TRL's name for it
-
-    def _klx_measure_sampler(self, batch: Batch) -> None:
-        """Log how far the policy is from the sampler that drew the tokens, where TRL has the log-probs of both."""
-        if "sampling_per_token_logps" not in batch or "old_per_token_logps" not in batch:
-            return
-        sampler, policy = batch["sampling_per_token_logps"], batch["old_per_token_logps"]
-        window, mask = self._klx_window[self._klx_mode], self._klx_generated(batch)
-        largest = add_sampler_kl(window, sampler, policy, mask, self.args.kl_target_unit)
-        self._metrics[self._klx_mode]["klx/sampler_max"].append(self.accelerator.gather(largest).max().item())
 
     # ---- Loss ----
 

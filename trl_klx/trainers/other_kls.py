@@ -1,4 +1,7 @@
-"""How far the steps of a rollout have moved the policy, and where they end (`kl_update_target`)."""
+"""
+KLs to other policies than the reference: to the sampler that drew the tokens, and to the policy that a rollout began
+with, which may end the rollout's steps (`kl_update_target`).
+"""
 
 from typing import Any
 
@@ -6,18 +9,30 @@ import torch
 from torch import nn
 
 from ..control.metrics import Sums
-from ..control.other_kls import UpdateLimit, update_kl_sums
+from ..control.other_kls import UpdateLimit, add_sampler_kl, update_kl_sums
 from ..control.placements import Batch
 from ..control.rollout import Scored
 from .forward_passes import ForwardPassMixin
 
 
-class UpdateStepsMixin(ForwardPassMixin):
-    """Measures the KL to the policy that a rollout began with, and skips its steps from the limit on."""
+class OtherKLsMixin(ForwardPassMixin):
+    """
+    Measures the KL to the sampler, and to the policy that a rollout began with, and skips the rollout's steps from the
+    limit on.
+    """
 
     _klx_has_dropout: bool
     _klx_update: UpdateLimit
     _klx_window: dict[str, Sums]
+
+    def _klx_measure_sampler(self, batch: Batch) -> None:
+        """Log how far the policy is from the sampler that drew the tokens, where TRL has the log-probs of both."""
+        if "sampling_per_token_logps" not in batch or "old_per_token_logps" not in batch:
+            return
+        sampler, policy = batch["sampling_per_token_logps"], batch["old_per_token_logps"]
+        window, mask = self._klx_window[self._klx_mode], self._klx_generated(batch)
+        largest = add_sampler_kl(window, sampler, policy, mask, self.args.kl_target_unit)
+        self._metrics[self._klx_mode]["klx/sampler_max"].append(self.accelerator.gather(largest).max().item())
 
     def _klx_measure_update(self, inputs: Batch, policy: Scored) -> None:
         """Measure the KL to the rollout's policy, where TRL has its log-probs."""
