@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import controllers  # noqa: E402
 import estimators  # noqa: E402
+import promise  # noqa: E402
 import robustness  # noqa: E402
 
 
@@ -74,6 +75,17 @@ def test_table_goes_between_the_marks(tmp_path):
 def test_the_docs_have_the_marks():
     text = (ROOT / "docs" / "choosing.md").read_text()
     assert text.count("<!-- controllers -->") == text.count("<!-- /controllers -->") == 1
+
+
+def test_table_of_the_promise(capsys):
+    """A single batch at twice the target is a peak of 2, but of three batches one of 4 / 3."""
+    cases = [{"setup": "default", "controller": controller, "seed": 10} for controller in ("hold", "free")]
+    results = promise.Results(None)
+    results.add(cases[0], {"kl": [0.0, 2.0] + [4.0] * 7 + [8.0, 4.0, 4.0], "reward": [0.5] * 12})
+    results.add(cases[1], {"kl": [0.0, 4.0, 8.0], "reward": [1.0] * 3})
+    promise.show(["default", "exact KL"], cases, results)
+    # The second half is (4, 4, 4, 8, 4, 4): an error of sqrt(1 / 6), a mean of 7 / 6.
+    assert capsys.readouterr().out.splitlines()[2:] == ["| default | 0.41 | 2.00 | 1.33 | 1.17 | 5; 3 | 0.500 |"]
 
 
 def test_settings_of_every_task():
