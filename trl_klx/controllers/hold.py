@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .base import BatchMeasurement, KLController, safe_exp
-from .hold_state import HoldConstants, HoldKLControllerState, add_noise, propagate
+from .hold_state import HoldConstants, HoldKLControllerState, add_noise, mean_noise, propagate
 
 
 FIRST_COEF = 0.2  # if unset; the choice hardly matters, because the penalty does not pull at the reference
@@ -126,10 +126,10 @@ class HoldKLController(KLController):
         steps, rate = float(batch.optimizer_steps), 1.0 if batch.learning_rate is None else float(batch.learning_rate)
         moved = steps > 0 and rate > 0
         measured = math.sqrt(kl / self.target)
-        noise = kl * k.usual_noise if batch.standard_error is None else batch.standard_error
-        variance = (max(noise / kl, k.quietest) * measured / 2.0) ** 2
-
-        state, first_move = before, False
+        noise = k.usual_noise if batch.standard_error is None else batch.standard_error / kl
+        noise = mean_noise(before.noise, max(noise, k.quietest) ** 2, k.noise_memory)
+        state, first_move = replace(before, noise=noise), False
+        variance = noise * (measured / 2.0) ** 2
         if state.distance is None:
             # A first KL this large is not the work of a first step: the run starts away from its reference.
             moved = moved and measured < k.first_way
@@ -142,6 +142,9 @@ class HoldKLController(KLController):
                 speed = max(abs(measured - state.distance) / (steps + 1.0), k.first_speed if state.distance else 1e-6)
                 state = replace(state, free_speed=speed / rate, fastest=speed / rate)
             state = self._predict(replace(state, steps=steps, rate=rate))
+        if state.distance is not None and state.distance > k.arrived:
+            # A batch that measures too much must not weigh less than one that measures too little.
+            variance = noise * (state.distance / 2.0) ** 2
         state = self._correct(state, measured, variance, moved)
         if first_move:
             state = replace(state, c33=k.first_spread**2)  # from here on the filter learns the free speed

@@ -61,6 +61,8 @@ class HoldConstants:
             Batches in the mean of drive and drag. One batch of 32 completions scatters by half.
         quietest, usual_noise (`float`):
             Relative noise of a KL: the least that is believed, and what is assumed where none is given.
+        noise_memory (`float`):
+            Batches in the mean of its square.
         full_speed (`float`):
             Free speed at which `drift` is quoted. A policy that moves less changes less.
         first_way (`float`):
@@ -109,10 +111,11 @@ class HoldConstants:
     memory: float = 40.0
     quietest: float = 0.04
     usual_noise: float = 0.1
+    noise_memory: float = 10.0
     full_speed: float = 0.09
     first_way: float = 0.7
     first_speed: float = 0.03
-    integral: float = 1.0
+    integral: float = 2.0
     integral_above: float = 4.0
     patience: float = 50.0
     arrived: float = 0.8
@@ -125,13 +128,13 @@ class HoldKLControllerState(KLControllerState):
     """
     The coefficient, and what the law knows. `distance` is `sqrt(kl / target)`, `None` before the first KL above 0.
     `speed` is its change per optimizer step. `free_speed` is that of a policy without a penalty, per unit of learning
-    rate, `None` before the first move; `fastest` is the greatest one seen. `bias` is the logarithm of `hold`
-    over its estimate from drive and drag.
-    `drive`, `drag` and `drive_variance`, the squared error of the former, are means of what the batches showed, scaled
-    to the target; `batches` is how many, and `completions` the size of the last. `c..` is the covariance of distance,
-    speed, bias and the logarithm of the free speed. `steps` and `rate` are the optimizer steps of the last rollout and
-    their learning rate; `age` counts all steps. `acting` is the coefficient that the batch measured last had been
-    given before it was measured, and that its steps follow; `None` if they follow `value`.
+    rate, `None` before the first move; `fastest` is the greatest one seen. `bias` is the logarithm of `hold` over its
+    estimate from drive and drag. `drive`, `drag` and `drive_variance`, the squared error of the former, are means of
+    what the batches showed, scaled to the target; `batches` is how many, and `completions` the size of the last. `c..`
+    is the covariance of distance, speed, bias and the logarithm of the free speed. `noise` is the mean squared
+    relative noise of the KL. `steps` and `rate` are the optimizer steps of the last rollout and their learning rate;
+    `age` counts all steps. `acting` is the coefficient that the batch measured last had been given before it was
+    measured, and that its steps follow; `None` if they follow `value`.
     """
 
     # Far wider than any run needs. Rounding may leave a variance slightly below 0.
@@ -156,6 +159,7 @@ class HoldKLControllerState(KLControllerState):
         "c13": (-1e12, 1e12),
         "c23": (-1e12, 1e12),
         "c33": (-1e-9, 1e12),
+        "noise": (1e-12, 1e12),
         "steps": (0.0, 1e6),
         "rate": (1e-30, 1e30),
         "live": (0.0, 1.0),
@@ -183,6 +187,7 @@ class HoldKLControllerState(KLControllerState):
     c13: float = 0.0
     c23: float = 0.0
     c33: float = 0.0
+    noise: float | None = None
     steps: float = 1.0
     rate: float = 1.0
     live: float = 1.0
@@ -216,3 +221,11 @@ def add_noise(c: Matrix, shared: tuple[float, float], drifts: tuple[float, float
     return tuple(
         tuple(c[i][j] + noise[i] * noise[j] + (own[i] if i == j else 0.0) for j in range(4)) for i in range(4)
     )
+
+
+def mean_noise(before: float | None, noise: float, memory: float) -> float:
+    """
+    Mean of the squared relative noise over so many batches, with outliers limited. A batch with much KL has a large
+    error too: if each were weighed by its own error, the mean KL would come out too low.
+    """
+    return noise if before is None else before + (min(noise, 4.0 * before) - before) / memory
