@@ -11,6 +11,8 @@ from .hold_state import HoldConstants, HoldKLControllerState, add_noise, mean_no
 
 FIRST_COEF = 0.2  # if unset; the choice hardly matters, because the penalty does not pull at the reference
 
+OUTLIER = 4.0  # noise of a batch, squared and in units of the usual, from which on it counts with its own
+
 FIRST_LR_FACTOR = 0.1  # guards the learning rate until the first move has been seen
 
 
@@ -126,9 +128,11 @@ class HoldKLController(KLController):
         steps, rate = float(batch.optimizer_steps), 1.0 if batch.learning_rate is None else float(batch.learning_rate)
         moved = steps > 0 and rate > 0
         measured = math.sqrt(kl / self.target)
-        noise = k.usual_noise if batch.standard_error is None else batch.standard_error / kl
-        noise = mean_noise(before.noise, max(noise, k.quietest) ** 2, k.noise_memory)
+        own = max(k.usual_noise if batch.standard_error is None else batch.standard_error / kl, k.quietest) ** 2
+        noise = mean_noise(before.noise, own, k.noise_memory)
         state, first_move = replace(before, noise=noise), False
+        if own > OUTLIER * noise:
+            noise = own  # a few completions make up its KL
         variance = noise * (measured / 2.0) ** 2
         if state.distance is None:
             # A first KL this large is not the work of a first step: the run starts away from its reference.

@@ -111,7 +111,7 @@ class HoldConstants:
     memory: float = 40.0
     quietest: float = 0.04
     usual_noise: float = 0.1
-    noise_memory: float = 10.0
+    noise_memory: float = 20.0
     full_speed: float = 0.09
     first_way: float = 0.7
     first_speed: float = 0.03
@@ -225,7 +225,7 @@ def add_noise(c: Matrix, shared: tuple[float, float], drifts: tuple[float, float
 
 def mean_noise(before: float | None, noise: float, memory: float) -> float:
     """
-    Mean of the squared relative noise over so many batches, with outliers limited. A batch with much KL has a large
-    error too: if each were weighed by its own error, the mean KL would come out too low.
+    Mean of the squared relative noise over so many batches. A batch with much KL has a large error too: if all were
+    weighed by their own errors, the mean KL would come out too low.
     """
-    return noise if before is None else before + (min(noise, 4.0 * before) - before) / memory
+    return noise if before is None else before + (noise - before) / memory
