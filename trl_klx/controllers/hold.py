@@ -11,8 +11,6 @@ from .hold_state import HoldConstants, HoldKLControllerState, add_noise, mean_no
 
 FIRST_COEF = 0.2  # if unset; the choice hardly matters, because the penalty does not pull at the reference
 
-OUTLIER = 4.0  # noise of a batch, squared and in units of the usual, from which on it counts with its own
-
 FIRST_LR_FACTOR = 0.1  # guards the learning rate until the first move has been seen
 
 
@@ -131,8 +129,7 @@ class HoldKLController(KLController):
         own = max(k.usual_noise if batch.standard_error is None else batch.standard_error / kl, k.quietest) ** 2
         noise = mean_noise(before.noise, own, k.noise_memory)
         state, first_move = replace(before, noise=noise), False
-        if own > OUTLIER * noise:
-            noise = own  # a few completions make up its KL
+        noise = own if own > k.outlier * noise else noise
         variance = noise * (measured / 2.0) ** 2
         if state.distance is None:
             # A first KL this large is not the work of a first step: the run starts away from its reference.

@@ -61,8 +61,9 @@ class HoldConstants:
             Batches in the mean of drive and drag. One batch of 32 completions scatters by half.
         quietest, usual_noise (`float`):
             Relative noise of a KL: the least that is believed, and what is assumed where none is given.
-        noise_memory (`float`):
-            Batches in the mean of its square.
+        noise_memory, outlier (`float`):
+            Batches in the mean of its square, and how many times that mean makes an outlier: a batch whose KL comes
+            from a few completions, and which counts with its own noise.
         full_speed (`float`):
             Free speed at which `drift` is quoted. A policy that moves less changes less.
         first_way (`float`):
@@ -112,6 +113,7 @@ class HoldConstants:
     quietest: float = 0.04
     usual_noise: float = 0.1
     noise_memory: float = 20.0
+    outlier: float = 4.0
     full_speed: float = 0.09
     first_way: float = 0.7
     first_speed: float = 0.03
