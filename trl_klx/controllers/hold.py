@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .base import BatchMeasurement, KLController, safe_exp
-from .hold_state import HoldConstants, HoldKLControllerState, add_noise, mean_noise, propagate
+from .hold_state import HoldConstants, HoldKLControllerState, add_noise, propagate
 
 
 FIRST_COEF = 0.2  # if unset; the choice hardly matters, because the penalty does not pull at the reference
@@ -126,8 +126,8 @@ class HoldKLController(KLController):
         steps, rate = float(batch.optimizer_steps), 1.0 if batch.learning_rate is None else float(batch.learning_rate)
         moved = steps > 0 and rate > 0
         measured = math.sqrt(kl / self.target)
-        own = max(k.usual_noise if batch.standard_error is None else batch.standard_error / kl, k.quietest) ** 2
-        noise = mean_noise(before.noise, own, k.noise_memory)
+        own = k.squared_noise(kl, batch.standard_error)
+        noise = own if before.noise is None else before.noise + (own - before.noise) / k.noise_memory
         state, first_move = replace(before, noise=noise), False
         noise = own if own > k.outlier * noise else noise
         variance = noise * (measured / 2.0) ** 2
@@ -144,7 +144,7 @@ class HoldKLController(KLController):
                 state = replace(state, free_speed=speed / rate, fastest=speed / rate)
             state = self._predict(replace(state, steps=steps, rate=rate))
         if state.distance is not None and state.distance > k.arrived:
-            # A batch that measures too much must not weigh less than one that measures too little.
+            # A batch with much KL has a large error too: weighed by it, the mean KL would come out too low.
             variance = noise * (state.distance / 2.0) ** 2
         state = self._correct(state, measured, variance, moved)
         if first_move:

@@ -1,5 +1,6 @@
 """What [`HoldKLController`] knows, and the numbers that it works with."""
 
+import math
 from dataclasses import dataclass, replace
 
 from .base import KLControllerState
@@ -124,6 +125,13 @@ class HoldConstants:
     longest: float = 0.2
     band: float = 0.05
 
+    def squared_noise(self, kl: float, standard_error: float | None) -> float:
+        """Squared relative noise of a measured KL, as far as it is believed."""
+        noise = self.usual_noise
+        if standard_error is not None and math.isfinite(standard_error):
+            noise = standard_error / kl
+        return min(max(noise, self.quietest), 10.0) ** 2
+
 
 @dataclass(frozen=True)
 class HoldKLControllerState(KLControllerState):
@@ -223,11 +231,3 @@ def add_noise(c: Matrix, shared: tuple[float, float], drifts: tuple[float, float
     return tuple(
         tuple(c[i][j] + noise[i] * noise[j] + (own[i] if i == j else 0.0) for j in range(4)) for i in range(4)
     )
-
-
-def mean_noise(before: float | None, noise: float, memory: float) -> float:
-    """
-    Mean of the squared relative noise over so many batches. A batch with much KL has a large error too: if all were
-    weighed by their own errors, the mean KL would come out too low.
-    """
-    return noise if before is None else before + (noise - before) / memory
