@@ -173,8 +173,7 @@ def draw(cases: list[dict], results: Results, path: Path) -> None:
         )
     axis.axhspan(0.8 * TARGET, 1.2 * TARGET, color="tab:blue", alpha=0.12, linewidth=0)
     axis.set(xlabel=f"batch of {COMPLETIONS} completions", ylabel="KL to the reference (nats per completion)")
-    axis.set(ylim=(0.0, 4.0 * TARGET), xlim=(0, None))
-    axis.margins(x=0.18)
+    axis.set(yscale="log", ylim=(TARGET / 100, 20.0 * TARGET), xlim=(0, 1.2 * max(case["rollouts"] for case in cases)))
     axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
