@@ -225,13 +225,6 @@ class KLControl(Steering):
             return {}
         per = sequences if self.unit == "sequence" else tokens
         kl = kl_sum / per
-        metrics = {"kl": kl, "kl_k1": sums["k1"][0] / per, "kl_per_token": kl_sum / tokens}
-        if self.target is not None:
-            metrics |= {"target": self.target, "error": kl / self.target - 1.0}
-        if self.guards_lr:
-            metrics["lr_factor"] = self.clock.lr_factor
-        if self.stall is not None or self.reference.resets:
-            metrics["reference_resets"] = float(self.reference.resets)
         # A KL to an earlier reference says nothing about the present one.
         if train and rollout.resets == self.reference.resets:
             # A KL that is not a number teaches nothing: the steps that led to it count towards the next one.
@@ -243,11 +236,18 @@ class KLControl(Steering):
             if self.stall is not None:
                 reward, processes = sums["reward"]
                 self.stall.update(reward / processes, kl)
-        metrics["coef"] = rollout.coef
-        if "charge" in sums:
-            metrics["adjustment_abs_mean"] = rollout.coef * sums["charge"][0] / tokens if rollout.coef else 0.0
+        coef = rollout.coef
+        metrics = {"kl": kl, "kl_k1": sums["k1"][0] / per, "kl_per_token": kl_sum / tokens, "coef": coef}
+        if self.target is not None:
+            metrics |= {"target": self.target, "error": kl / self.target - 1.0}
         if self.penalises:
-            metrics["saturated"] = float(self.controller.at_bound(rollout.coef))
+            metrics["saturated"] = float(self.controller.at_bound(coef))
+        if self.guards_lr:
+            metrics["lr_factor"] = self.clock.lr_factor
+        if "charge" in sums:
+            metrics["adjustment_abs_mean"] = coef * sums["charge"][0] / tokens if coef else 0.0
+        if self.stall is not None or self.reference.resets:
+            metrics["reference_resets"] = float(self.reference.resets)
         return metrics
 
     def _warn_masked(self) -> None:
