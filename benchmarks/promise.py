@@ -2,7 +2,8 @@
 Whether `kl_target` alone holds the KL in real training, across setups that users have.
 
 Each setup trains a small pretrained model with a sentiment reward (`stories.py`). Seeds 10 and 20 were looked at while
-`hold` was made; others were not. A second run without a penalty shows when the KL would have reached the target anyway.
+`hold` was made; others were not. A second run without a penalty shows when the KL would have reached the target
+anyway.
 
 ```bash
 python benchmarks/promise.py --assets ASSETS --json promise.json                      # two hours; can be stopped
