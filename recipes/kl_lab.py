@@ -10,8 +10,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -92,6 +92,17 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
         if name == flag:
             return value or following
     return None
+
+
+def _without(flags: Container[str], arguments: Sequence[str]) -> list[str]:
+    """A command line without some flags and their values."""
+    kept, drops = [], False
+    for argument in arguments:
+        if argument.startswith("--"):
+            drops = argument.partition("=")[0] in flags
+        if not drops:
+            kept.append(argument)
+    return kept
 
 
 def _config_text(arguments: Sequence[str]) -> str:
@@ -238,7 +249,10 @@ def run_all(
         job: parse([*arguments, *job[0].flags, "--seed", str(job[1]), "--output_dir", str(folder)], script_class)
         for job in jobs
     }
-    setup, records, shared = None, [], [list(arguments), _config_text(arguments)]
+    # Which runs to make changes none of them: adding a seed or a setting keeps the records of the others.
+    lists = {"seeds"} | {own.name for own in fields(script_class)} - {own.name for own in fields(LabArguments)}
+    shared = [_without({f"--{name}" for name in lists}, arguments), _config_text(arguments)]
+    setup, records = None, []
     for setting, seed in tqdm(jobs, desc="runs", unit="run", disable=not PartialState().is_main_process):
         mark = hashlib.sha256(json.dumps([*shared, list(setting.flags), seed]).encode()).hexdigest()[:16]
         name = re.sub(r"[^\w.-]+", "_", setting.label)

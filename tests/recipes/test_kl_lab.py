@@ -137,6 +137,15 @@ def test_a_changed_config_file_makes_new_runs(setup, tmp_path):
     assert marks[0] == marks[1] != marks[2]
 
 
+def test_another_seed_or_coefficient_keeps_the_records(setup, tmp_path):
+    settings = [kl_lab.Setting("one", ("--kl_penalty_coef", "0.1"))]
+    marks = []
+    for lists in (["--seeds", "0"], ["--seeds=0", "--coefs", "0.1", "0.2"], ["--seeds", "0", "1", "--last=2"]):
+        line = flags(setup, *lists, "--max_steps=1", f"--output_dir={tmp_path}")
+        marks.append(kl_lab.run_all(line, settings, tmp_path, sweep_kl_coef.SweepArguments)[0]["mark"])
+    assert len(set(marks)) == 1
+
+
 def test_shares_make_every_run_once(setup, tmp_path):
     line = flags(setup, "--seeds", "0", "1", "2", "--max_steps=1", f"--output_dir={tmp_path}")
     settings = [kl_lab.Setting("one", ("--kl_penalty_coef", "0.1"))]
