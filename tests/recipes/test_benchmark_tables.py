@@ -15,6 +15,8 @@ import estimators  # noqa: E402
 import promise  # noqa: E402
 import robustness  # noqa: E402
 
+from trl_klx import get_kl_controller  # noqa: E402
+
 
 def record(kl, coef=0.2, reward=1.0, perplexity=2.0, target=4.0, seed=0):
     length = len(kl)
@@ -111,6 +113,22 @@ def test_small_policy_learns_and_is_measured():
     for name in ("hold", "pid"):
         held = robustness.follow(name, 0, case)
         assert max(held) < 1.4 and sum(held[75:]) / 75 == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"batch": 256}, {"batch": 16, "learning_rate": 0.05}, {"learning_rate": 0.033}, {"learning_rate": 0.3}],
+)
+def test_hold_knows_its_coefficient_from_the_batch(changes):
+    """Little is left to the bias, which only the KL teaches: neither batch size nor learning rate misleads the law."""
+    case = robustness.Case(**changes)
+    policy, controller, biases = robustness.Policy(0, case), get_kl_controller("hold", target=case.target), []
+    for batch in range(case.batches):
+        rollout = policy.sample(controller.value, int(batch > 0))
+        rollout.coef = controller.observe(rollout.measured)
+        policy.learn([rollout])
+        biases.append(controller.state_dict()["bias"])
+    assert abs(sum(biases[75:]) / 75) < 0.5
 
 
 def test_tables_of_the_estimators():

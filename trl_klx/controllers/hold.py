@@ -26,9 +26,10 @@ class HoldKLController(KLController):
 
     `a` is the free speed, that of the policy without a penalty. `hold` is the coefficient at which a policy at the
     target stands still. Each batch gives an estimate of it, up to a bias: `exp(bias) * (1 + diffusion) * drive / drag`
-    at the target. The diffusion is what gradient noise adds to the KL. All steps on a rollout share its coefficient,
-    its `x` and its noise. An extended Kalman filter on this model estimates `x`, `v`, `bias` and `log a` from the
-    measured KL and its standard error.
+    at the target. The diffusion is what gradient noise adds to the KL: a random walk, which counts the more against
+    the drive the longer the steps are. All steps on a rollout share its coefficient, its `x` and its noise. An
+    extended Kalman filter on this model estimates `x`, `v`, `bias` and `log a` from the measured KL and its standard
+    error.
 
     A batch gets the coefficient that follows from its own KL. Where the penalty must be entered before the KL is
     known, the batch gets the coefficient that followed from the previous batch, and the law looks ahead to the weights
@@ -80,11 +81,7 @@ class HoldKLController(KLController):
             low, high = (kwargs.get(name, FIRST_COEF) for name in ("min_coef", "max_coef"))
             init_coef = min(max(FIRST_COEF, low), high)
         super().__init__(init_coef, **kwargs)
-        self._state = replace(
-            self._state,
-            value=self._bound(self._state.value),
-            c22=self.constants.spread**2,
-        )
+        self._state = replace(self._state, value=self._bound(self._state.value), c22=self.constants.spread**2)
         self._batch: BatchMeasurement | None = None
 
     @property
@@ -160,8 +157,9 @@ class HoldKLController(KLController):
         if state.drag <= 0.0 or drive <= 0.0:
             return max((self.init_coef or FIRST_COEF) * safe_exp(state.bias), self.min_coef)
         share = k.usual_diffusion
-        if state.drive_variance is not None:
-            share = min(k.diffusion * state.drive_variance / drive**2, k.most_diffusion)
+        if state.drive_variance is not None and state.free_speed is not None:
+            way = state.free_speed * state.rate * max(state.steps, 1.0)
+            share = min(k.diffusion * way * state.drive_variance / drive**2, k.most_diffusion)
         return max(drive / state.drag * (1.0 + share) * safe_exp(state.bias), self.min_coef)
 
     def _drive(self, state: HoldKLControllerState) -> float:

@@ -52,10 +52,11 @@ class HoldConstants:
             Change of `log hold` in one optimizer step at full speed: on the way, and where the policy has arrived. It
             sets how fast the law learns.
         diffusion (`float`):
-            Gradient noise adds to the KL too, and the drive does not show it. It counts as this many times
-            `(drive_error / drive)^2` of the drive.
+            Gradient noise adds to the KL too, and the drive does not show it. Its steps have no direction, so that
+            they count by their square: as this many times `way * (drive_error / drive)^2` of the drive, where the way
+            is that of one rollout without a penalty.
         usual_diffusion, most_diffusion (`float`):
-            That share where no error of the drive is given, and the most that is believed.
+            That share where the way or the error of the drive is unknown, and the most that is believed.
         spread (`float`):
             Uncertainty of `log hold` before the KL has shown anything.
         memory (`float`):
@@ -106,9 +107,9 @@ class HoldConstants:
     least_correlation: float = 0.05
     drift: float = 0.1
     drift_there: float = 0.05
-    diffusion: float = 4.0
+    diffusion: float = 20.0
     usual_diffusion: float = 1.2
-    most_diffusion: float = 10.0
+    most_diffusion: float = 30.0
     spread: float = 0.7
     memory: float = 40.0
     quietest: float = 0.04

@@ -342,7 +342,7 @@ class TestInterface:
         w = min(max((1 - x) / max(horizon * a, 1 / 5), -0.9), 0.9)
         assert coef == pytest.approx(hold * (1 - w - lead * (w - v / a)) / max(x, 1))
         drive = controller._drive(state)
-        diffusion = min(k.diffusion * state.drive_variance / drive**2, k.most_diffusion)
+        diffusion = min(k.diffusion * a * state.drive_variance / drive**2, k.most_diffusion)
         assert hold == pytest.approx(math.exp(state.bias) * (1 + diffusion) * drive / state.drag)
         parts = ["hold * (1 - w - lead * (w - v / a)) / max(x, 1)", "1/5", "-0.9, 0.9"]
         parts += ["exp(bias) * (1 + diffusion) * drive / drag"]
