@@ -229,8 +229,7 @@ class HoldKLController(KLController):
 
     def _push_noise(self, state: HoldKLControllerState) -> float:
         """Standard deviation of a rollout's push, from the scatter of its completions."""
-        k = self.constants
-        drive = self._drive(state)
+        k, drive = self.constants, self._drive(state)
         if state.drive_variance is None or drive <= 0.0:
             return k.usual_gusts
         return min(max(k.gusts * math.sqrt(state.drive_variance) / drive, k.least_gusts), k.most_gusts)
@@ -274,20 +273,23 @@ class HoldKLController(KLController):
             return replace(state, live=0.0)
         if not (math.isfinite(drive) and math.isfinite(drag) and drag > 0):
             return replace(state, live=1.0)
-        batches = min(state.batches + 1.0, self.constants.memory)
-        drive, drag = drive / measured, drag / measured**2
-        variance = state.drive_variance
+        k, drive, drag = self.constants, drive / measured, drag / measured**2
+        batches = min(state.batches + 1.0, k.memory)
+        variance, share = state.drive_variance, 1.0 / batches
         if batch.drive_error is not None and math.isfinite(batch.drive_error):
             scaled = (batch.drive_error / measured) ** 2
-            variance = scaled if variance is None else variance + (scaled - variance) / batches
+            variance = scaled if variance is None else variance
+            if scaled > k.outlier * variance:  # one group with hardly any spread of rewards can do this
+                share *= k.outlier * variance / scaled
+            variance += share * (scaled - variance)
         return replace(
             state,
             live=1.0,
             batches=batches,
             completions=float(batch.completions),
-            drive=state.drive + (drive - state.drive) / batches,
+            drive=state.drive + share * (drive - state.drive),
             drive_variance=variance,
-            drag=state.drag + (drag - state.drag) / batches,
+            drag=state.drag + share * (drag - state.drag),
         )
 
     def _decide(self, state: HoldKLControllerState, before: HoldKLControllerState) -> float:

@@ -92,6 +92,14 @@ class TestHolding:
         assert relative_rms_error(shares[60:], 1.0) < 0.13
         assert max(shares) < 1.45
 
+    def test_one_wild_batch_hardly_moves_the_coefficient(self):
+        """A group whose rewards hardly differ has huge advantages, and with them drive and error."""
+        controller, plant = build(), Plant()
+        follow(controller, plant, 60)
+        hold, batch = controller.hold, plant.measure(1)
+        controller.observe(replace(batch, drive=30 * batch.drive, drive_error=30 * batch.drive_error))
+        assert controller.hold == pytest.approx(hold, rel=0.25)
+
     @pytest.mark.parametrize("first", [0.5, 2.0])
     def test_learns_the_free_speed(self, first):
         """The first move tells it to a factor of two; it must not be mistaken for a penalty that is too strong."""
