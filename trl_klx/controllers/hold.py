@@ -278,9 +278,9 @@ class HoldKLController(KLController):
         variance, share = state.drive_variance, 1.0 / batches
         if batch.drive_error is not None and math.isfinite(batch.drive_error):
             scaled = (batch.drive_error / measured) ** 2
-            variance = scaled if variance is None else variance
-            if scaled > k.outlier * variance:  # one group with hardly any spread of rewards can do this
-                share *= k.outlier * variance / scaled
+            variance = variance or scaled
+            if scaled > k.outlier * variance:  # a group with hardly any spread of rewards, or rewards that grow
+                share = min(share, 0.5 * variance / scaled)
             variance += share * (scaled - variance)
         return replace(
             state,

@@ -65,7 +65,8 @@ class HoldConstants:
             Relative noise of a KL: the least that is believed, and what is assumed where none is given.
         noise_memory, outlier (`float`):
             Batches in the mean of its square, and how many times that mean makes an outlier: a batch whose KL comes
-            from a few completions, and which counts with its own noise. The same for the error of the drive.
+            from a few completions, and which counts with its own noise. The error of the drive has outliers too: one
+            adds at most half to its mean square.
         full_speed (`float`):
             Free speed at which `drift` is quoted. A policy that moves less changes less.
         first_way (`float`):

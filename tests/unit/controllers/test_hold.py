@@ -100,6 +100,22 @@ class TestHolding:
         controller.observe(replace(batch, drive=30 * batch.drive, drive_error=30 * batch.drive_error))
         assert controller.hold == pytest.approx(hold, rel=0.25)
 
+    def test_rewards_that_grow_are_no_outliers(self):
+        """Rewards that are not normalised may be ten times as large once a policy has learned to earn them."""
+        controller, plant = build(), Plant()
+        follow(controller, plant, 60)
+        plant.hold *= 10
+        shares, _ = follow(controller, plant, 120)
+        assert max(shares) < 1.45 and relative_rms_error(shares[60:], 1.0) < 0.05
+
+    def test_a_first_drive_without_error_is_not_the_measure(self):
+        controller, plant = build(), Plant()
+        follow(controller, plant, 1)
+        plant.train(controller.value)
+        controller.observe(replace(plant.measure(1), drive_error=0.0))
+        follow(controller, plant, 60)
+        assert controller.state_dict()["drive_variance"] > 0
+
     @pytest.mark.parametrize("first", [0.5, 2.0])
     def test_learns_the_free_speed(self, first):
         """The first move tells it to a factor of two; it must not be mistaken for a penalty that is too strong."""
