@@ -155,12 +155,13 @@ class Policy:
             groups = reward.reshape(-1, GROUP)
         deviation = np.repeat(groups.std(1) + 1e-4, GROUP)
         advantage = (groups - groups.mean(1, keepdims=True)).reshape(-1) / deviation
-        drives, drag = advantage * total, float((ratio**2).sum(1).mean())
+        along = -np.expm1(-ratio.clip(min=-2.0))  # see `center_log_ratio`
+        drives, drag = advantage * along.sum(1), float((ratio * along).sum(1).mean())
         if case.placement == "reward":
             # The advantage contains the penalty, so its pull is measured like the reward's, and added back.
             centered = total - np.repeat(total.reshape(-1, GROUP).mean(1), GROUP)
-            drag = float((centered * total / deviation).mean())
-            drives = drives + coef * centered * total / deviation
+            drag = float((centered * along.sum(1) / deviation).mean())
+            drives = drives + coef * centered * along.sum(1) / deviation
         exact, k3 = self.exact_kl(), (np.exp(-ratio) - 1 + ratio).sum(1)
         measured = BatchMeasurement(
             kl=(exact if case.statistic == "full" else float(k3.mean())) / case.scale,

@@ -10,7 +10,7 @@ import torch
 from ..controllers.base import BatchMeasurement, KLController
 from ..controllers.stall import StallMonitor
 from ..maths._tensors import wide_dtype
-from ..maths.estimators import estimate_kl
+from ..maths.estimators import center_log_ratio, estimate_kl
 from ..maths.totals import kl_totals, sum_kl_per_sequence
 from ..references.base import KLReference
 from .exact_kl import ExactPass, exact_kl_of_passes
@@ -175,8 +175,9 @@ class KLControl(Steering):
             advantages = pull.advantages.to(dtype)
             advantages = advantages if advantages.dim() > 1 else advantages.unsqueeze(1)
             charged = k1 if pull.charged is None else pull.charged.to(dtype)
-            drives = (advantages * k1).sum(dim=1)
-            sums.add("drive", drives.sum(), drives.square().sum(), (charged * k1).sum(), advantages.abs().sum())
+            along = center_log_ratio(k1)
+            drives = (advantages * along).sum(dim=1)
+            sums.add("drive", drives.sum(), drives.square().sum(), (charged * along).sum(), advantages.abs().sum())
 
     def add_reward(self, rollout: Rollout, reward: float, device: torch.device) -> None:
         """

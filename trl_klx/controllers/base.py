@@ -49,11 +49,11 @@ class BatchMeasurement:
         learning_rate (`float`, *optional*):
             Mean learning rate of those steps.
         drive (`float`, *optional*):
-            Mean over completions of `sum_t A_t * k1_t`: the pull of the reward along the KL. `A` is the centered
-            advantage without the penalty. If it is the same for all tokens of a completion, this is the covariance of
-            `A` and the completion's KL. Exactly 0 if no reward differs from another.
+            Mean over completions of `sum_t A_t * z_t`: the pull of the reward along the KL. `A` is the centered
+            advantage without the penalty, and `z = 1 - exp(-k1)`, which is `k1` to first order and 0 on average in
+            every state. Exactly 0 if no reward differs from another.
         drag (`float`, *optional*):
-            Mean over completions of `sum_t k1_t^2`: the pull of one unit of coefficient.
+            Mean over completions of `sum_t k1_t * z_t`: the pull of one unit of coefficient.
         standard_error (`float`, *optional*):
             Standard error of `kl` over the completions.
         drive_error (`float`, *optional*):

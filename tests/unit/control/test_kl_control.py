@@ -16,10 +16,18 @@ from support.config_fields import build
 from support.grpo_checks import LORA, check_advantages, check_statistic
 from support.oracle import FORMULAS, centered, centering_sets, counting, discounted, kl_of_tokens
 from support.tiny import Recorder, TotalRecorder, build_model, build_trainer, logged, scripted_rollout, train, weights
-from trl_klx import KLXGRPOConfig, KLXGRPOTrainer, KLXPPOConfig, KLXRLOOConfig, KLXTrainerMixin, get_kl_controller
+from trl_klx import (
+    FixedKLController,
+    KLXGRPOConfig,
+    KLXGRPOTrainer,
+    KLXPPOConfig,
+    KLXRLOOConfig,
+    KLXTrainerMixin,
+    get_kl_controller,
+)
 from trl_klx.control.kl_control import KLControl
 from trl_klx.control.placements import Placement, base, get_placement, list_placements, register_placement
-from trl_klx.control.rollout import Rollout, Scored, TokenKL
+from trl_klx.control.rollout import Pull, Rollout, Scored, TokenKL
 from trl_klx.controllers.drift import DriftMonitor
 from trl_klx.controllers.stall import StallMonitor
 from trl_klx.references.base import KLReference
@@ -81,6 +89,47 @@ def test_numbers():
     expected = {"kl": 0.596346, "kl_k1": 0.25, "kl_per_token": 0.397564, "coef": 0.2, "target": 0.5}
     expected |= {"error": 0.192692, "saturated": 0.0}
     assert metrics == pytest.approx(expected, abs=1e-5)
+
+
+class SeeingController(FixedKLController):
+    """Keeps what it is shown."""
+
+    def observe(self, batch):
+        self.seen = batch
+        return super().observe(batch)
+
+
+def seen_by_the_controller(kl: TokenKL, mask: torch.Tensor, pull: Pull):
+    control = KLControl(SeeingController(0.2), KLReference({"kind": "test"}), unit="sequence")
+    rollout = control.begin()
+    control.add(rollout, kl, mask, None, pull)
+    control.finish(rollout, one_process, train=True)
+    return control.controller.seen
+
+
+def test_drive_and_drag():
+    # Log-ratios ln 2, -ln 2 | ln 2, masked: 1 - exp(-lr) is 1/2, -1 | 1/2. With advantages 1 | -1 the drives are -1/2
+    # and -1/2: mean -1/2, error 0. The drags are ln 2 (1/2 + 1) and ln 2 / 2: mean ln 2.
+    k1 = math.log(2) * torch.tensor([[1.0, -1.0], [1.0, -9.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    seen = seen_by_the_controller(TokenKL(k1, k1.abs(), k1), mask, Pull(torch.tensor([1.0, -1.0])))
+    assert (seen.drive, seen.drag) == pytest.approx((-0.5, math.log(2)), abs=1e-6)
+    assert seen.drive_error == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_baseline_that_is_wrong_drives_nothing():
+    """Two prompts at different distances from the reference, every token as often as it is sampled."""
+    policy = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.25, 0.5]])
+    reference = torch.tensor([[0.4, 0.3, 0.3], [0.5, 0.3, 0.2]])
+    tokens = [[0, 0, 1, 2], [0, 1, 2, 2]]
+    k1 = torch.stack([(p.log() - r.log())[row] for p, r, row in zip(policy, reference, tokens, strict=True)])
+    k1, offset = k1.reshape(-1, 1), torch.tensor([[3.0], [-1.0]]).expand(2, 4).reshape(-1, 1)
+    advantages = torch.linspace(-1.0, 1.0, 8).unsqueeze(1)
+    plain, shifted = (
+        seen_by_the_controller(TokenKL(k1, k1.abs(), k1), torch.ones(8, 1).bool(), Pull(one, k1 + two))
+        for one, two in ((advantages, 0.0), (advantages + offset, offset))
+    )
+    assert (shifted.drive, shifted.drag) == pytest.approx((plain.drive, plain.drag), abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", sorted(FORMULAS))

@@ -9,6 +9,7 @@ from trl_klx.maths.estimators import (
     KL_ESTIMATORS,
     MAX_ABS_LOG_RATIO,
     MAX_LOG_RATIO,
+    center_log_ratio,
     estimate_full_kl,
     estimate_kl,
     kl_totals,
@@ -126,6 +127,20 @@ class TestExactDistributions:
     def test_full_is_exact(self):
         value = estimate_full_kl(POLICY.log()[None], REFERENCE.log()[None], identity, identity)
         assert value.item() == pytest.approx(self.exact(), abs=1e-6)
+
+
+class TestCenteredLogRatio:
+    def test_its_mean_on_policy_samples_is_zero(self):
+        assert (POLICY * center_log_ratio((POLICY / REFERENCE).log())).sum().item() == pytest.approx(0.0, abs=1e-12)
+
+    def test_golden(self):
+        # 1 - exp(-ln 2) = 1/2; 1 - exp(ln 2) = -1; from -2 on 1 - exp(2) = -6.389056
+        values = center_log_ratio(torch.tensor([math.log(2), -math.log(2), 0.0, -2.0, -30.0]))
+        torch.testing.assert_close(values, torch.tensor([0.5, -1.0, 0.0, -6.389056, -6.389056]))
+
+    def test_is_the_log_ratio_near_the_reference(self):
+        ratios = torch.tensor([-1e-4, 1e-6, 1e-4])
+        torch.testing.assert_close(center_log_ratio(ratios), ratios, rtol=1e-4, atol=0.0)
 
 
 class TestExtremes:
