@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from .base import BatchMeasurement, is_saved_kl
-from .hold import lr_guard_factor
+from .lr_guard import lr_guard_factor
 from .remedies import how_to_lower_kl, how_to_raise_kl
 from .setting_rules import SETTING_RULES
 from .tracking_error import relative_rms_error

@@ -1,4 +1,4 @@
-"""The law that holds a KL target with no other setting, and the guard of the learning rate that goes with it."""
+"""The law that holds a KL target with no other setting."""
 
 import math
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 
 from .base import BatchMeasurement, KLController, safe_exp
 from .hold_state import HoldConstants, HoldKLControllerState, add_noise, propagate
+from .lr_guard import lr_guard_factor
 
 
 FIRST_COEF = 0.2  # if unset; the choice hardly matters, because the penalty does not pull at the reference
@@ -29,14 +30,15 @@ class HoldKLController(KLController):
     at the target. The diffusion is what gradient noise adds to the KL: a random walk, which counts the more against
     the drive the longer the steps are. All steps on a rollout share its coefficient, its `x` and its noise. An
     extended Kalman filter on this model estimates `x`, `v`, `bias` and `log a` from the measured KL and its standard
-    error.
+    error. Where batch after batch lies on the same side of what it expected, it learns faster.
 
     A batch gets the coefficient that follows from its own KL. Where the penalty must be entered before the KL is
     known, the batch gets the coefficient that followed from the previous batch, and the law looks ahead to the weights
-    that its answer will act on. It wants to go the rest of the way in `horizon` optimizer steps, and not faster than
-    `pace * a`. That is the wanted speed `w * a`. It then asks which constant push gives that mean speed over the
-    horizon. The push is the share of the drive that the penalty leaves:
+    that its answer will act on. It wants to go the rest of the way in `horizon` optimizer steps, fewer if the policy
+    is fast, and not faster than `pace * a`. That is the wanted speed `w * a`. It then asks which constant push gives
+    that mean speed over the horizon. The push is the share of the drive that the penalty leaves:
 
+    - `horizon = clip(braking_way / a, 3, 5)`, but at least two rollouts
     - `w = clip((1 - x) / max(horizon * a, shortest_way), -pace, pace)`
     - `push = w + lead * (w - v / a)`, limited to `[brake, release]`; `lead` follows from momentum and horizon
     - `coef = hold * (1 - push) / max(x, 1)`; below the target no more is needed, and the model is least sure there
@@ -64,6 +66,7 @@ class HoldKLController(KLController):
     uses = frozenset({"target", "min_coef", "max_coef"})
     formula = (
         "hold * (1 - w - lead * (w - v / a)) / max(x, 1), w = clip((1 - x) / max(horizon * a, 1/5), -0.9, 0.9), "
+        "horizon = max(clip(0.35 / a, 3, 5), 2 rollouts), "
         "x = sqrt(kl / target), v = dx/dstep, a = free v, hold = exp(bias) * (1 + diffusion) * drive / drag at x = 1"
     )
     state_class = HoldKLControllerState
@@ -220,7 +223,9 @@ class HoldKLController(KLController):
         )
         # All steps on a rollout share its noise.
         gust = free * self._push_noise(state)
-        drift = (k.drift if distance < k.arrived else k.drift_there) ** 2 * state.steps * min(1.0, free / k.full_speed)
+        drift = k.drift**2 * state.steps * min(1.0, free / k.full_speed)
+        # The mean of independent surprises has a variance of 1 / (2 * memory - 1). What is beyond it is no chance.
+        drift *= 1.0 + k.streak_drift * max((2.0 * k.streak_memory - 1.0) * state.streak**2 - 1.0, 0.0)
         free_drift = min(k.free_drift**2 * state.steps, max(k.first_spread**2 - state.c33, 0.0)) if state.c33 else 0.0
         c = add_noise(propagate(moves, state.covariance), (xp * gust, vp * gust), (drift, free_drift))
         distance, speed = self._advance(state, coef)
@@ -245,7 +250,9 @@ class HoldKLController(KLController):
         surprise = min(max(measured - state.distance, -limit), limit)
         gain = [c[row][0] / total for row in range(4)]
         speed, free, fastest = state.speed + gain[1] * surprise, state.free_speed, state.fastest
+        streak = state.streak
         if free is not None and moved:
+            streak += (surprise / math.sqrt(total) - streak) / k.streak_memory
             # One outlier must not pass for a speed. And a policy that stands still because the penalty is stronger
             # than the filter believes must not pass for one that cannot move.
             fastest = max(fastest, min(abs(speed) / state.rate, k.faster * fastest))
@@ -260,6 +267,7 @@ class HoldKLController(KLController):
             bias=state.bias + gain[2] * surprise,
             free_speed=free,
             fastest=fastest,
+            streak=streak,
         )
 
     def _weigh(self, state: HoldKLControllerState, batch: BatchMeasurement, measured: float) -> HoldKLControllerState:
@@ -314,7 +322,8 @@ class HoldKLController(KLController):
         if state.acting is not None:
             # The steps on the batch just measured are still to come, at the coefficient that it was given.
             distance, speed = self._advance(state, state.acting)
-        horizon = max(k.horizon, k.horizon_rollouts * state.steps)
+        horizon = min(max(k.braking_way / free, k.shortest_horizon), k.horizon)
+        horizon = max(horizon, k.horizon_rollouts * state.steps)
         coasted = coasts * (1.0 - math.pow(k.momentum, horizon))
         lead = coasted / (horizon - coasted)
         wanted = (1.0 - distance) / max(horizon * free, k.shortest_way)
@@ -329,22 +338,3 @@ class HoldKLController(KLController):
         low = math.log(self.min_coef / unbiased)
         high = math.log(self.max_coef * max(state.distance or 0.0, 1.0) / unbiased)
         return replace(state, bias=min(max(state.bias, low), max(low, high)))
-
-
-def lr_guard_factor(free_speed: float | None, optimizer_steps: float = 1, most: float = 1 / 6) -> float:
-    """
-    Factor, at most 1, by which to scale the learning rate so that the steps of one rollout cannot move the KL by more
-    than the target allows. No coefficient can make up for a step that is too long.
-
-    Args:
-        free_speed (`float`, *optional*):
-            How far one optimizer step moves `sqrt(kl / target)` at the unscaled learning rate, see
-            [`HoldKLController.free_speed`]. `None` before the first move: the factor is 1.
-        optimizer_steps (`float`, *optional*, defaults to `1`):
-            Optimizer steps per rollout.
-        most (`float`, *optional*, defaults to `1/6`):
-            Greatest move of `sqrt(kl / target)` in one rollout. A sixth is a third of the target in KL, at the target.
-    """
-    if free_speed is None or free_speed <= 0.0 or optimizer_steps <= 0:
-        return 1.0
-    return min(1.0, most / (free_speed * optimizer_steps))

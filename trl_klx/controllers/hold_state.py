@@ -19,8 +19,11 @@ class HoldConstants:
         momentum (`float`):
             Adam's first beta. It decides how long the policy coasts.
         horizon (`float`):
-            Optimizer steps in which the rest of the way is to be gone. Shorter answers to noise, longer arrives late
-            and wanders.
+            Optimizer steps in which the rest of the way is to be gone, at most. Shorter answers to noise, longer
+            arrives late and wanders.
+        shortest_horizon, braking_way (`float`):
+            A fast policy has less time: as many steps as it takes for the braking way without a penalty, but not fewer
+            than the shortest horizon.
         horizon_rollouts (`float`):
             Rollouts that the horizon covers at least. A coefficient acts for one; it cannot correct sooner.
         shortest_way (`float`):
@@ -48,9 +51,11 @@ class HoldConstants:
             batch of 32 tells the drive to about its own size.
         least_correlation (`float`):
             The least correlation that is believed. The mean drive may be negative by chance.
-        drift, drift_there (`float`):
-            Change of `log hold` in one optimizer step at full speed: on the way, and where the policy has arrived. It
-            sets how fast the law learns.
+        drift (`float`):
+            Change of `log hold` in one optimizer step at full speed. It sets how fast the law learns.
+        streak_memory, streak_drift (`float`):
+            Batches in the mean of the filter's surprises, and how much faster `log hold` may drift where they all lie
+            on one side: the policy has changed by more than the drift allows for.
         diffusion (`float`):
             Gradient noise adds to the KL too, and the drive does not show it. Its steps have no direction, so that
             they count by their square: as this many times `way * (drive_error / drive)^2` of the drive, where the way
@@ -89,6 +94,8 @@ class HoldConstants:
 
     momentum: float = 0.9
     horizon: float = 5.0
+    shortest_horizon: float = 3.0
+    braking_way: float = 0.35
     horizon_rollouts: float = 2.0
     shortest_way: float = 0.2
     pace: float = 0.9
@@ -106,9 +113,10 @@ class HoldConstants:
     usual_weight: float = 300.0
     usual_correlation: float = 0.2
     least_correlation: float = 0.05
-    drift: float = 0.1
-    drift_there: float = 0.05
-    diffusion: float = 20.0
+    drift: float = 0.05
+    streak_memory: float = 6.0
+    streak_drift: float = 4.0
+    diffusion: float = 30.0
     usual_diffusion: float = 1.2
     most_diffusion: float = 30.0
     spread: float = 0.7
@@ -146,7 +154,8 @@ class HoldKLControllerState(KLControllerState):
     is the covariance of distance, speed, bias and the logarithm of the free speed. `noise` is the mean squared
     relative noise of the KL. `steps` and `rate` are the optimizer steps of the last rollout and their learning rate;
     `age` counts all steps. `acting` is the coefficient that the batch measured last had been given before it was
-    measured, and that its steps follow; `None` if they follow `value`.
+    measured, and that its steps follow; `None` if they follow `value`. `streak` is the mean surprise of the last
+    batches, in units of the standard deviation that the filter expects.
     """
 
     # Far wider than any run needs. Rounding may leave a variance slightly below 0.
@@ -177,6 +186,7 @@ class HoldKLControllerState(KLControllerState):
         "live": (0.0, 1.0),
         "age": (0.0, 1e12),
         "acting": (0.0, 1e30),
+        "streak": (-3.0, 3.0),
     }
 
     distance: float | None = None
@@ -205,6 +215,7 @@ class HoldKLControllerState(KLControllerState):
     live: float = 1.0
     age: float = 0.0
     acting: float | None = None
+    streak: float = 0.0
 
     @property
     def covariance(self) -> Matrix:
