@@ -125,7 +125,8 @@ def test_ppo_trains_with_a_reward_model_on_a_file(project):
     assert done.returncode == 0, done.stderr
     run = read_run(str(project / "ppo"))
     assert len(run.values("ppo/score")) == len(run.values("klx/kl")) == 2
-    assert run.values("rewards/scorer/mean") == run.values("ppo/score")
+    # Two means of the same scores, added up in different orders.
+    assert run.values("rewards/scorer/mean") == pytest.approx(run.values("ppo/score"), rel=1e-6)
     before, after = (load_file(project / name / "model.safetensors") for name in ("policy", "ppo"))
     assert any(not torch.equal(before[name], after[name]) for name in before)
 

@@ -142,7 +142,8 @@ def check_series(found: list[dict], expected: list[dict], joint_norm: bool = Fal
             if joint_norm and key == "grad_norm":
                 assert entry[key] >= (1.0 - 1e-4) * value, key
                 continue
-            relative = 1e-4 if key == "grad_norm" else 0.0
+            # Sums are added up in another order: a KL of 48 nats, as in `ppo-full-lag`, keeps six digits in fp32.
+            relative = 1e-4 if key == "grad_norm" else 1e-5
             assert entry[key] == pytest.approx(value, abs=1e-4, rel=relative), key
 
 
