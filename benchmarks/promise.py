@@ -9,6 +9,7 @@ KL would have reached the target anyway.
 python benchmarks/promise.py --assets ASSETS --json promise.json                      # two hours; can be stopped
 python benchmarks/promise.py --assets ASSETS --json promise.json --setups default "in the loss" --seeds 11
 python benchmarks/promise.py --assets ASSETS --json promise.json --controller pid     # the same for another controller
+python benchmarks/promise.py --assets ASSETS --json promise.json --statistic full     # the same by the exact KL
 python benchmarks/promise.py --assets ASSETS --json promise.json --seeds 11 --figure docs/three_runs.png
 ```
 
@@ -97,6 +98,8 @@ def run_once(case: dict) -> None:
         "num_generations": 4,
         "max_completion_length": 48,
     } | SETUPS[case["setup"]]
+    if "statistic" in case:
+        fields["kl_statistic"] = case["statistic"]
     if case["controller"] == "free":
         # Nothing is penalised: the KL is only measured.
         for name in ("kl_penalty_coef", "kl_placement", "kl_lr_guard", "kl_target"):
@@ -215,9 +218,12 @@ def main() -> None:
     parser.add_argument("--assets", type=Path, help="folder made by fetch_stories.py")
     parser.add_argument("--model", help="causal language model, folder or Hub id (default: stories260K of the assets)")
     parser.add_argument("--setups", nargs="+", choices=list(SETUPS), default=list(SETUPS), metavar="SETUP")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[11, 12])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[12, 13])
     parser.add_argument(
         "--controller", default="hold", help="controllers other than hold start at 0.05 (default: hold)"
+    )
+    parser.add_argument(
+        "--statistic", choices=["k3", "full"], help="measure and steer by this KL in every setup (default: its own)"
     )
     parser.add_argument("--json", type=Path, help="keep the results in this file, and continue from it")
     parser.add_argument("--figure", type=Path, help="draw the first setup, no penalty and Ziegler's rule instead")
@@ -241,6 +247,8 @@ def main() -> None:
         ]
     if options.model is not None:
         cases = [case | {"model": options.model} for case in cases]
+    if options.statistic is not None:  # a run without a penalty is the same
+        cases = [case if case["controller"] == "free" else case | {"statistic": options.statistic} for case in cases]
     results = Results(options.json)
     with stoppable():
         take_turns(__file__, [cases], results, 1, lambda case: sys.executable)
