@@ -282,6 +282,8 @@ class HoldKLController(KLController):
         if not (math.isfinite(drive) and math.isfinite(drag) and drag > 0):
             return replace(state, live=1.0)
         k, drive, drag = self.constants, drive / measured, drag / measured**2
+        if not state.batches and measured < k.first_way:
+            state = state.with_bias_spread(k.measured_spread)
         batches = min(state.batches + 1.0, k.memory)
         variance, share = state.drive_variance, 1.0 / batches
         if batch.drive_error is not None and math.isfinite(batch.drive_error):

@@ -62,8 +62,10 @@ class HoldConstants:
             is that of one rollout without a penalty.
         usual_diffusion, most_diffusion (`float`):
             That share where the way or the error of the drive is unknown, and the most that is believed.
-        spread (`float`):
-            Uncertainty of `log hold` before the KL has shown anything.
+        spread, measured_spread (`float`):
+            Uncertainty of `log hold` before the KL has shown anything, and where drive and drag have been measured
+            near the reference. Most policies slow down on their way, whatever the penalty does. If `log hold` were
+            less certain, the filter would take that for a penalty that brakes well.
         memory (`float`):
             Batches in the mean of drive and drag. One batch of 32 completions scatters by half.
         quietest, usual_noise (`float`):
@@ -107,19 +109,20 @@ class HoldConstants:
     most_gusts: float = 1.4
     faster: float = 1.25
     slowest: float = 0.33
-    free_drift: float = 0.02
+    free_drift: float = 0.06
     free_step: float = 0.3
     first_spread: float = 0.5
     usual_weight: float = 300.0
     usual_correlation: float = 0.2
     least_correlation: float = 0.05
-    drift: float = 0.05
+    drift: float = 0.04
     streak_memory: float = 6.0
     streak_drift: float = 4.0
     diffusion: float = 30.0
     usual_diffusion: float = 1.2
     most_diffusion: float = 30.0
     spread: float = 0.7
+    measured_spread: float = 0.25
     memory: float = 40.0
     quietest: float = 0.04
     usual_noise: float = 0.1
@@ -225,6 +228,11 @@ class HoldKLControllerState(KLControllerState):
             (self.c02, self.c12, self.c22, self.c23),
             (self.c03, self.c13, self.c23, self.c33),
         )
+
+    def with_bias_spread(self, most: float) -> "HoldKLControllerState":
+        """The state with a bias that is known to this standard deviation, if it was known less well."""
+        share = min(most / math.sqrt(self.c22), 1.0) if self.c22 > 0.0 else 1.0
+        return replace(self, c02=share * self.c02, c12=share * self.c12, c22=share**2 * self.c22, c23=share * self.c23)
 
     def with_covariance(self, c: Matrix, **changes: float) -> "HoldKLControllerState":
         entries = {f"c{row}{column}": c[row][column] for row in range(4) for column in range(row, 4)}

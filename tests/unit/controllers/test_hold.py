@@ -8,6 +8,7 @@ import pytest
 
 from trl_klx import BatchMeasurement, HoldKLController, KLController, get_kl_controller
 from trl_klx.controllers.advice import KLAdviser
+from trl_klx.controllers.hold_state import HoldConstants
 from trl_klx.controllers.lr_guard import lr_guard_factor
 from trl_klx.controllers.tracking_error import relative_rms_error
 
@@ -46,6 +47,18 @@ class Plant:
             self.v += follows * (self.speed * rate * push - self.v)
             # Adam's first step has its full length, noise included.
             self.x = abs(self.x + self.v * (2 if self.age == 1 else 1))
+
+
+class TiringPlant(Plant):
+    """A policy that slows down on its way, whatever the penalty does."""
+
+    @property
+    def speed(self):
+        return self.fresh_speed * (1 - 0.7 * min(self.x, 1.0))
+
+    @speed.setter
+    def speed(self, value):
+        self.fresh_speed = value
 
 
 def follow(controller, plant, batches, rates=None, at_once=True):
@@ -132,10 +145,27 @@ class TestHolding:
             runs = [follow(build(constants=constants), Plant(speed, seed=seed), 120)[0] for seed in range(12)]
             return fmean(arrival(shares) for shares in runs)
 
-        assert mean_arrival() <= 1.4 * math.sqrt(0.9) / speed
+        assert mean_arrival() <= 1.6 * math.sqrt(0.9) / speed
         # A policy that is fast is given less time to brake.
         slower = mean_arrival(shortest_horizon=5.0)
         assert mean_arrival() < slower if speed > 0.07 else mean_arrival() == slower
+
+    def test_a_policy_that_slows_down_is_not_one_that_the_penalty_brakes(self):
+        def mean_peak(**constants):
+            runs = [
+                follow(build(constants=constants), TiringPlant(0.2, noise=0.1, seed=seed), 70) for seed in range(12)
+            ]
+            return fmean(max(shares) for shares, _ in runs)
+
+        assert mean_peak() < mean_peak(measured_spread=HoldConstants.spread) - 0.05
+
+    @pytest.mark.parametrize(("kl", "drive", "measured"), [(0.04, 0.3, True), (0.04, None, False), (40.0, 0.3, False)])
+    def test_trusts_a_drive_that_is_measured_near_the_reference(self, kl, drive, measured):
+        controller = build()
+        controller.observe(BatchMeasurement(kl, 32, 1, 1.0, drive, drive, 0.05 * kl, drive))
+        k = controller.constants
+        expected = k.measured_spread if measured else k.spread
+        assert math.sqrt(controller.state_dict()["c22"]) == pytest.approx(expected, rel=0.1)
 
     def test_learns_faster_where_its_surprises_are_on_one_side(self):
         """The drag weakens to a quarter and the drive does not show it: only the KL can tell."""
@@ -219,17 +249,17 @@ class TestHolding:
     def test_predicts_with_the_coefficient_that_acted(self):
         """The steps after a measurement follow the coefficient of that batch, not the one that it led to."""
         controller, plant, surprises = build(), Plant(noise=0.01), {"acted": [], "next": []}
-        for batch in range(60):
+        for batch in range(100):
             coef, following = (0.05, 0.6) if batch % 2 else (0.6, 0.05)
             controller.load_state_dict(controller.state_dict() | {"value": coef})
             controller.observe(replace(plant.measure(min(batch, 1)), applied=coef))
             plant.train(coef)
-            if batch >= 20:
+            if batch >= 60:  # it has learned how well the penalty brakes
                 assert controller._state.acting == coef
                 for name, acting in (("acted", coef), ("next", following)):
                     predicted = controller._predict(replace(controller._state, acting=acting))
                     surprises[name].append(abs(predicted.distance - plant.x))
-        assert fmean(surprises["acted"]) < 0.5 * fmean(surprises["next"])
+        assert fmean(surprises["acted"]) < 0.4 * fmean(surprises["next"])
 
     def test_an_outlier_is_no_speed(self):
         controller, plant = build(), Plant(noise=0.01)
