@@ -2,7 +2,7 @@
 
 import json
 import os
-import subprocess
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from support.engines import TORCHRUN, ZERO3, by_accelerate, needs_deepspeed
+from support.launch import run_group
 
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -102,12 +103,9 @@ class Runs:
             output.mkdir()
             script = [str(SCRIPTS / "engine_run.py"), str(self.folder), str(output), engine, *names]
             command = [sys.executable, *(["-m", *launch] if launch else []), *script]
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             began = time.perf_counter()
-            result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+            run_group(command, {"DS_ACCELERATOR": "cpu"}, lambda: (shutil.rmtree(output), output.mkdir()))
             self.seconds[engine] = time.perf_counter() - began
-            # The actual error comes before the launcher's report of it.
-            assert result.returncode == 0, result.stderr[-8000:]
             files = sorted(output.glob("rank*.json"))
             self.reports[engine] = [json.loads(file.read_text()) for file in files]
         return self.reports[engine]
