@@ -9,8 +9,9 @@ from pathlib import Path
 
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-# What the launcher reports of a worker that a native library has ended. An error of Python code ends with code 1.
-ABORTED = "(SIGABRT)"
+# How the launcher reports that abort() in a native library ended a worker, and that nothing failed before it.
+ROOT_CAUSE, ABORTED = "Root Cause", "(SIGABRT)"
+TIMEOUT = 400  # seconds of one run; pytest allows for two
 # How such a library, or Python on its behalf, begins to say why.
 REASONS = ("terminate called", "Fatal Python error")
 
@@ -32,11 +33,11 @@ def run_group(
             wait for it in a collective, which says nothing about the numbers that are compared.
     """
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | (environment or {})
-    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
-    if clean_up is not None and ABORTED in result.stderr:
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=TIMEOUT)
+    if clean_up is not None and result.returncode and ABORTED in result.stderr.partition(ROOT_CAUSE)[2]:
         warnings.warn(f"A worker was aborted, and its group is run again:\n{explain(result.stderr)}", stacklevel=2)
         clean_up()
-        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=TIMEOUT)
     assert result.returncode == 0, explain(result.stderr)
 
 

@@ -30,7 +30,7 @@ class HoldKLController(KLController):
     at the target. The diffusion is what gradient noise adds to the KL: a random walk, which counts the more against
     the drive the longer the steps are. All steps on a rollout share its coefficient, its `x` and its noise. An
     extended Kalman filter on this model estimates `x`, `v`, `bias` and `log a` from the measured KL and its standard
-    error. Where batch after batch lies on the same side of what it expected, it learns faster.
+    error. When batch after batch falls on the same side of its prediction, the filter learns faster.
 
     A batch gets the coefficient that follows from its own KL. Where the penalty must be entered before the KL is
     known, the batch gets the coefficient that followed from the previous batch, and the law looks ahead to the weights
@@ -125,6 +125,8 @@ class HoldKLController(KLController):
         k, before = self.constants, self._state
         steps, rate = float(batch.optimizer_steps), 1.0 if batch.learning_rate is None else float(batch.learning_rate)
         moved = steps > 0 and rate > 0
+        if before.free_speed is None and not (before.live and batch.drive != 0.0):
+            moved = False  # the first move is that of a reward, and not of weight decay or rounding
         measured = math.sqrt(kl / self.target)
         own = k.squared_noise(kl, batch.standard_error)
         noise = own if before.noise is None else before.noise + (own - before.noise) / k.noise_memory
@@ -147,6 +149,9 @@ class HoldKLController(KLController):
             # A batch with much KL has a large error too: weighed by it, the mean KL would come out too low.
             variance = noise * (state.distance / 2.0) ** 2
         state = self._correct(state, measured, variance, moved)
+        if not before.live:  # steps without a reward: whatever moved the policy, it was not what the model describes
+            learned = ("bias", "free_speed", "fastest", "streak")
+            state = replace(state, **{name: getattr(before, name) for name in learned})
         if first_move:
             state = replace(state, c33=k.first_spread**2)  # from here on the filter learns the free speed
         state = replace(self._weigh(state, batch, measured), acting=batch.applied)
@@ -224,8 +229,10 @@ class HoldKLController(KLController):
         # All steps on a rollout share its noise.
         gust = free * self._push_noise(state)
         drift = k.drift**2 * state.steps * min(1.0, free / k.full_speed)
-        # The mean of independent surprises has a variance of 1 / (2 * memory - 1). What is beyond it is no chance.
+        # The mean of independent surprises has a variance of 1 / (2 * memory - 1). Anything beyond that is not chance.
         drift *= 1.0 + k.streak_drift * max((2.0 * k.streak_memory - 1.0) * state.streak**2 - 1.0, 0.0)
+        # A policy that stops short of the target surprises for other reasons, and must not make the bias run away.
+        drift = min(drift, max(k.spread**2 - state.c22, 0.0))
         free_drift = min(k.free_drift**2 * state.steps, max(k.first_spread**2 - state.c33, 0.0)) if state.c33 else 0.0
         c = add_noise(propagate(moves, state.covariance), (xp * gust, vp * gust), (drift, free_drift))
         distance, speed = self._advance(state, coef)

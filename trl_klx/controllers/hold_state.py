@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from .base import KLControllerState
+from .setting_rules import is_finite_number
 
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -22,8 +23,8 @@ class HoldConstants:
             Optimizer steps in which the rest of the way is to be gone, at most. Shorter answers to noise, longer
             arrives late and wanders.
         shortest_horizon, braking_way (`float`):
-            A fast policy has less time: as many steps as it takes for the braking way without a penalty, but not fewer
-            than the shortest horizon.
+            A fast policy has less time: the number of steps in which it covers the braking way without a penalty, but
+            not less than the shortest horizon.
         horizon_rollouts (`float`):
             Rollouts that the horizon covers at least. A coefficient acts for one; it cannot correct sooner.
         shortest_way (`float`):
@@ -54,8 +55,9 @@ class HoldConstants:
         drift (`float`):
             Change of `log hold` in one optimizer step at full speed. It sets how fast the law learns.
         streak_memory, streak_drift (`float`):
-            Batches in the mean of the filter's surprises, and how much faster `log hold` may drift where they all lie
-            on one side: the policy has changed by more than the drift allows for.
+            Batches in the mean of the filter's surprises, and how much faster `log hold` may drift if they fall on one
+            side, because the policy has changed by more than the drift allows for: the variance of the drift grows by
+            `streak_drift` times the excess of the squared mean over what chance gives, relative to the latter.
         diffusion (`float`):
             Gradient noise adds to the KL too, and the drive does not show it. Its steps have no direction, so that
             they count by their square: as this many times `way * (drive_error / drive)^2` of the drive, where the way
@@ -63,7 +65,7 @@ class HoldConstants:
         usual_diffusion, most_diffusion (`float`):
             That share where the way or the error of the drive is unknown, and the most that is believed.
         spread, measured_spread (`float`):
-            Uncertainty of `log hold` before the KL has shown anything, and where drive and drag have been measured
+            Uncertainty of `log hold` before the KL has shown anything, and once drive and drag have been measured
             near the reference. Most policies slow down on their way, whatever the penalty does. If `log hold` were
             less certain, the filter would take that for a penalty that brakes well.
         memory (`float`):
@@ -138,6 +140,16 @@ class HoldConstants:
     longest: float = 0.2
     band: float = 0.05
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            # A memory of less than one batch, or a horizon or a spread of 0, would be divided by.
+            least = 1.0 if name.endswith("memory") else 1e-6 if name.endswith(("horizon", "spread")) else 0.0
+            if not is_finite_number(value) or (value < least and name != "brake"):
+                raise ValueError(
+                    f"`{name}` in `constants` must be a finite number >= {least:g}, got {value!r}. The default is "
+                    f"{getattr(type(self), name)}."
+                )
+
     def squared_noise(self, kl: float, standard_error: float | None) -> float:
         """Squared relative noise of a measured KL, as far as it is believed."""
         noise = self.usual_noise
@@ -189,7 +201,7 @@ class HoldKLControllerState(KLControllerState):
         "live": (0.0, 1.0),
         "age": (0.0, 1e12),
         "acting": (0.0, 1e30),
-        "streak": (-3.0, 3.0),
+        "streak": (-4.0, 4.0),
     }
 
     distance: float | None = None

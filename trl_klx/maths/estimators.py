@@ -179,12 +179,12 @@ def estimate_kl(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str = "k1") 
 
 def center_log_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     r"""
-    `1 - exp(-lr)`, which tells how a change of the policy moves the KL.
+    `1 - exp(-max(lr, -2))`, which tells how a change of the policy moves the KL.
 
-    To first order it is the log-ratio itself. But its mean over the policy's samples is 0 in every state, because that
-    of `exp(-lr)` is the sum of the reference's probabilities. So it does not correlate with what is the same for all
-    tokens of a state: the error of a baseline, or a KL that differs between prompts. Below `lr = -2` it stays at its
-    value there, or a few rare tokens would outweigh all others.
+    To first order it is the log-ratio itself. But its mean over the policy's samples is 0 in every state where `lr`
+    stays above -2, because that of `exp(-lr)` is the sum of the reference's probabilities. So it does not correlate
+    with what is the same for all tokens of a state: the error of a baseline, or a KL that differs between prompts.
+    Without the limit a few rare tokens would outweigh all others.
 
     Args:
         log_ratio (`torch.Tensor`):
