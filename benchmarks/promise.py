@@ -10,7 +10,7 @@ python benchmarks/promise.py --assets ASSETS --json promise.json                
 python benchmarks/promise.py --assets ASSETS --json promise.json --setups default "in the loss" --seeds 13
 python benchmarks/promise.py --assets ASSETS --json promise.json --controller pid     # the same for another controller
 python benchmarks/promise.py --assets ASSETS --json promise.json --statistic full     # the same by the exact KL
-python benchmarks/promise.py --assets ASSETS --json promise.json --seeds 11 --figure docs/three_runs.png
+python benchmarks/promise.py --assets ASSETS --json promise.json --seeds 13 --figure docs/three_runs.png
 ```
 
 `benchmarks/fetch_stories.py ASSETS` brings model and text. The reward needs PyPI's `vaderSentiment`.
