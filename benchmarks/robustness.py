@@ -158,18 +158,21 @@ class Policy:
         along = -np.expm1(-ratio.clip(min=-2.0))  # see `center_log_ratio`
         drives, drag = advantage * along.sum(1), float((ratio * along).sum(1).mean())
         exact, k3 = self.exact_kl(), (np.exp(-ratio) - 1 + ratio).sum(1)
-        # A penalty in the reward is part of the advantages, from which the trainers then read no drive.
-        shows_drive = case.placement != "reward"
+        pull = {
+            "drive": float(drives.mean()) if self.has_reward else 0.0,
+            "drag": drag,
+            "drive_error": float(drives.std()) / math.sqrt(case.batch),
+        }
+        if case.placement == "reward":
+            pull = {}  # the penalty is part of the advantages, from which the trainers then read no drive
         measured = BatchMeasurement(
             kl=(exact if case.statistic == "full" else float(k3.mean())) / case.scale,
             completions=case.batch,
             optimizer_steps=steps,
             learning_rate=case.learning_rate,
-            drive=(float(drives.mean()) if self.has_reward else 0.0) if shows_drive else None,
-            drag=drag if shows_drive else None,
             standard_error=(0.0 if case.statistic == "full" else float(k3.std()) / math.sqrt(case.batch)) / case.scale,
-            drive_error=float(drives.std()) / math.sqrt(case.batch) if shows_drive else None,
             applied=coef if case.placement == "reward" else None,
+            **pull,
         )
         return Rollout(tokens, advantage, ratio, logps[places, tokens], coef, measured, exact)
 

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
+from support.engines import TORCHRUN
 from support.launch import run_group
 
 
-TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 pytestmark = pytest.mark.slow
 
 
@@ -20,7 +20,7 @@ def script(tmp_path):
         lines = ["import os", f"ill = os.path.exists({str(tmp_path / 'ill')!r})"]
         lines += [f"if ill and os.environ['RANK'] == '1': {end}"]
         (tmp_path / "script.py").write_text("\n".join(lines))
-        return [*TWO, str(tmp_path / "script.py")]
+        return [sys.executable, "-m", *TORCHRUN, str(tmp_path / "script.py")]
 
     return write
 

@@ -142,7 +142,7 @@ class HoldConstants:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            # A memory of less than one batch, or a horizon or a spread of 0, would be divided by.
+            # The law divides by memories, horizons and spreads, and a memory holds at least one batch.
             least = 1.0 if name.endswith("memory") else 1e-6 if name.endswith(("horizon", "spread")) else 0.0
             if not is_finite_number(value) or (value < least and name != "brake"):
                 raise ValueError(
