@@ -149,22 +149,15 @@ class Policy:
         ratio = logps[places, tokens] - reference[places, tokens]  # (B, T)
         total = ratio.sum(1)
         reward = self.rewards[places, tokens].sum(1) * self.has_reward
-        if case.placement == "reward":
-            groups = (reward - coef * total).reshape(-1, GROUP)
-        else:
-            groups = reward.reshape(-1, GROUP)
-        deviation = np.repeat(groups.std(1) + 1e-4, GROUP)
-        advantage = (groups - groups.mean(1, keepdims=True)).reshape(-1) / deviation
+        groups = np.stack([reward, total]).reshape(2, -1, GROUP)
+        centered, paid = groups - groups.mean(-1, keepdims=True)
+        compared = centered - coef * paid if case.placement == "reward" else centered
+        deviation = compared.std(1, keepdims=True) + 1e-4
+        advantage = (compared / deviation).reshape(-1)
         along = -np.expm1(-ratio.clip(min=-2.0))  # see `center_log_ratio`
-        drives, drag = advantage * along.sum(1), float((ratio * along).sum(1).mean())
+        drives = (centered / deviation).reshape(-1) * along.sum(1)
+        charged = (paid / deviation).reshape(-1, 1) if case.placement == "reward" else ratio
         exact, k3 = self.exact_kl(), (np.exp(-ratio) - 1 + ratio).sum(1)
-        pull = {
-            "drive": float(drives.mean()) if self.has_reward else 0.0,
-            "drag": drag,
-            "drive_error": float(drives.std()) / math.sqrt(case.batch),
-        }
-        if case.placement == "reward":
-            pull = {}  # the penalty is part of the advantages, from which the trainers then read no drive
         measured = BatchMeasurement(
             kl=(exact if case.statistic == "full" else float(k3.mean())) / case.scale,
             completions=case.batch,
@@ -172,7 +165,9 @@ class Policy:
             learning_rate=case.learning_rate,
             standard_error=(0.0 if case.statistic == "full" else float(k3.std()) / math.sqrt(case.batch)) / case.scale,
             applied=coef if case.placement == "reward" else None,
-            **pull,
+            drive=float(drives.mean()),
+            drag=float((charged * along).sum(1).mean()),
+            drive_error=float(drives.std()) / math.sqrt(case.batch),
         )
         return Rollout(tokens, advantage, ratio, logps[places, tokens], coef, measured, exact)
 

@@ -42,7 +42,8 @@ def check(case: str, one: dict, *others: dict) -> None:
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
     # The check is not vacuous.
     # Away from its reference, `hold` waits for the second batch; the others move with every batch.
-    assert min(one["kl"]) > 1e-2 and len(set(one["coef"])) == (2 if case == "grpo-hold" else 4)
+    assert min(one["kl"]) > 1e-2 and len(set(one["coef"])) == (2 if case.endswith("hold") else 4)
+    assert (one["controller"].get("drag", 0.0) > 0) == case.endswith("hold")
 
 
 @pytest.mark.parametrize("case", CASES)

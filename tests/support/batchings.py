@@ -12,6 +12,7 @@ from support.tiny import (
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 
 
+HOLD = {"kl_horizon": 10000, "kl_target": 20.0}
 # All have eight completions per generation batch.
 CASES = {
     "grpo-batch": {"algorithm": "grpo", "kl_centering": "batch"},
@@ -23,10 +24,12 @@ CASES = {
     "grpo-reward": {"algorithm": "grpo", "kl_placement": "reward", "num_generations": 8},
     "grpo-loss": {"algorithm": "grpo", "kl_placement": "loss"},
     "grpo-loss-full": {"algorithm": "grpo", "kl_placement": "loss", "kl_estimator": "full"},
-    "grpo-hold": {"algorithm": "grpo", "kl_horizon": 10000, "kl_target": 20.0},
+    "grpo-hold": {"algorithm": "grpo", **HOLD},
+    "grpo-reward-hold": {"algorithm": "grpo", "kl_placement": "reward", "num_generations": 8, **HOLD},
     "rloo-batch": {"algorithm": "rloo", "kl_centering": "batch"},
     "rloo-loss": {"algorithm": "rloo", "kl_placement": "loss", "kl_ignore_tokens": ["eos"]},
     "rloo-reward": {"algorithm": "rloo", "kl_placement": "reward", "num_generations": 8},
+    "rloo-reward-hold": {"algorithm": "rloo", "kl_placement": "reward", "num_generations": 8, **HOLD},
 }
 
 

@@ -172,9 +172,10 @@ class KLControl(Steering):
             sums.add("charge", charge.abs().sum())
         if pull is not None:
             k1 = torch.where(mask, kl.k1.float(), 0.0).to(dtype)
-            advantages = pull.advantages.to(dtype)
-            advantages = advantages if advantages.dim() > 1 else advantages.unsqueeze(1)
-            charged = k1 if pull.charged is None else pull.charged.to(dtype)
+            advantages, charged = (
+                part.to(dtype).view(len(part), -1)
+                for part in (pull.advantages, k1 if pull.charged is None else pull.charged)
+            )
             along = center_log_ratio(k1)
             drives = (advantages * along).sum(dim=1)
             sums.add("drive", drives.sum(), drives.square().sum(), (charged * along).sum(), advantages.abs().sum())

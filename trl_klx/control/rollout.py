@@ -60,7 +60,7 @@ class Pull(NamedTuple):
     Attributes:
         advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`):
             Centered advantages without the penalty.
-        charged (`torch.Tensor` of shape `(B, T)`, *optional*):
+        charged (`torch.Tensor` of shape `(B,)` or `(B, T)`, *optional*):
             What one unit of coefficient takes off the advantage of each token. If unset, the token's own `k1`.
     """
 
@@ -111,10 +111,10 @@ class Rollout:
             Tokens of each completion, those of tools among them, before TRL has padded them.
         tool_masks (`list[list[int]]`, *optional*):
             Which tokens of each completion the policy wrote itself, before TRL has padded them.
-        penalties (`torch.Tensor` of shape `(B,)`, *optional*):
-            Penalty of each completion, for a reward function.
+        charged_kls (`torch.Tensor` of shape `(B,)`, *optional*):
+            KL of each completion, where it is subtracted from the completion's reward.
         rewards (`torch.Tensor` of shape `(N, F)`, *optional*):
-            PPO: the rewards of all processes, by reward function.
+            The rewards of all processes, by reward function, without the penalty.
         resets (`int`):
             How often the reference had been reset when the batch was begun.
     """
@@ -133,7 +133,7 @@ class Rollout:
     prompt_ids: list[list[int]] | None = None
     completion_ids: list[list[int]] | None = None
     tool_masks: list[list[int]] | None = None
-    penalties: torch.Tensor | None = None
+    charged_kls: torch.Tensor | None = None
     rewards: torch.Tensor | None = None
     resets: int = 0
 
@@ -141,4 +141,4 @@ class Rollout:
         """Let go of the forward passes and of the tokens: what the loss needs is in TRL's batch by now."""
         self.policy = self.clean = self.reference = None
         self.prompt_ids = self.completion_ids = self.tool_masks = None
-        self.penalties = self.rewards = None
+        self.charged_kls = self.rewards = None

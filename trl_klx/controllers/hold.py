@@ -35,11 +35,11 @@ class HoldKLController(KLController):
     A batch gets the coefficient that follows from its own KL. Where the penalty must be entered before the KL is
     known, the batch gets the coefficient that followed from the previous batch, and the law looks ahead to the weights
     that its answer will act on. It wants to go the rest of the way in `horizon` optimizer steps, fewer if the policy
-    is fast, and not faster than `pace * a`. That is the wanted speed `w * a`. It then asks which constant push gives
-    that mean speed over the horizon. The push is the share of the drive that the penalty leaves:
+    is fast. That is the wanted speed `w * a`. It then asks which constant push gives that mean speed over the horizon.
+    The push is the share of the drive that the penalty leaves:
 
     - `horizon = clip(braking_way / a, 3, 5)`, but at least two rollouts
-    - `w = clip((1 - x) / max(horizon * a, shortest_way), -pace, pace)`
+    - `w = (1 - x) / max(horizon * a, shortest_way)`
     - `push = w + lead * (w - v / a)`, limited to `[brake, release]`; `lead` follows from momentum and horizon
     - `coef = hold * (1 - push) / max(x, 1)`; below the target no more is needed, and the model is least sure there
 
@@ -65,7 +65,7 @@ class HoldKLController(KLController):
     acts_at_once = True
     uses = frozenset({"target", "min_coef", "max_coef"})
     formula = (
-        "hold * (1 - w - lead * (w - v / a)) / max(x, 1), w = clip((1 - x) / max(horizon * a, 1/5), -0.9, 0.9), "
+        "hold * (1 - clip(w + lead * (w - v / a), -2, 0.9)) / max(x, 1), w = (1 - x) / max(horizon * a, 1/5), "
         "horizon = max(clip(0.35 / a, 3, 5), 2 rollouts), "
         "x = sqrt(kl / target), v = dx/dstep, a = free v, hold = exp(bias) * (1 + diffusion) * drive / drag at x = 1"
     )
@@ -191,10 +191,11 @@ class HoldKLController(KLController):
         """
         momentum = self.constants.momentum
         xv, xp, vv, vp = 0.0, 0.0, 1.0, 0.0
-        for step in range(max(round(steps), 1)):
+        for step in range(max(math.ceil(steps), 1)):
             follows = (1.0 - momentum) / (1.0 - math.pow(momentum, age + step + 1.0))
             vv, vp = (1.0 - follows) * vv, vp + follows * (1.0 - vp)
-            xv, xp = xv + vv, xp + vp
+            share = min(steps - step, 1.0)  # a horizon may end within a step
+            xv, xp = xv + share * vv, xp + share * vp
         return xv, xp, vv, vp
 
     def _push(self, distance: float, coef: float, state: HoldKLControllerState) -> float:
@@ -333,11 +334,9 @@ class HoldKLController(KLController):
             distance, speed = self._advance(state, state.acting)
         horizon = min(max(k.braking_way / free, k.shortest_horizon), k.horizon)
         horizon = max(horizon, k.horizon_rollouts * state.steps)
-        coasted = coasts * (1.0 - math.pow(k.momentum, horizon))
-        lead = coasted / (horizon - coasted)
+        by_speed, by_push, _, _ = self._response(horizon, state.age)
         wanted = (1.0 - distance) / max(horizon * free, k.shortest_way)
-        wanted = min(max(wanted, -k.pace), k.pace)
-        push = min(max(wanted + lead * (wanted - speed / free), k.brake), k.release)
+        push = min(max(wanted + by_speed / by_push * (wanted - speed / free), k.brake), k.release)
         coef = self._hold(state) * (1.0 - push) / max(distance, 1.0)
         return max(coef, self.value) if stays_above else coef
 

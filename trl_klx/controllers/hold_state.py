@@ -30,11 +30,9 @@ class HoldConstants:
         shortest_way (`float`):
             Where the policy is slow, a deviation below this is met in proportion. Else noise alone would swing the
             coefficient from end to end.
-        pace (`float`):
-            Share of its free speed at which the policy approaches. The rest is kept to learn how well the penalty
-            brakes.
         release, brake (`float`):
-            Limits of the push. Some penalty always stays; one batch brakes with at most three times the drive.
+            Limits of the push. Some penalty always stays, to learn how well it brakes; one batch brakes with at most
+            three times the drive.
         gusts (`float`):
             Random part of a rollout's push, in units of the relative error of its drive.
         usual_gusts, least_gusts, most_gusts (`float`):
@@ -102,7 +100,6 @@ class HoldConstants:
     braking_way: float = 0.35
     horizon_rollouts: float = 2.0
     shortest_way: float = 0.2
-    pace: float = 0.9
     release: float = 0.9
     brake: float = -2.0
     gusts: float = 1.2

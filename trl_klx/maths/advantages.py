@@ -139,6 +139,45 @@ def group_means(sums: torch.Tensor, counts: torch.Tensor, group_ids: torch.Tenso
     return (group_sums / group_counts.clamp(min=1.0))[index].to(at_least_fp32(sums).dtype)
 
 
+def split_group_advantages(
+    advantages: torch.Tensor, rewards: torch.Tensor, kls: torch.Tensor, coef: float, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""
+    Take apart advantages that compare `rewards - coef * kls` within groups: `advantages = given - coef * charged`.
+
+    However the advantages were scaled, within a group they are in proportion to its centered rewards, penalty
+    included. That proportion is what reward and KL count for.
+
+    Args:
+        advantages (`torch.Tensor`):
+            Shape `(N,)`, the completions of a group next to each other; 0 where there was nothing to compare.
+        rewards (`torch.Tensor`):
+            Rewards without the penalty, shape `(N,)`. NaN for a completion that has none.
+        kls (`torch.Tensor`):
+            KL of each completion, shape `(N,)`. One that is not finite counts as no reward.
+        coef (`float`):
+            Coefficient with which the KL was subtracted.
+        group_size (`int`):
+            Completions in a group.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: What the rewards gave, and what one unit of coefficient took off, `(N,)`.
+    """
+    check_same_shape(1, advantages=advantages, rewards=rewards, kls=kls)
+    dtype, known = wide_dtype(rewards.device), rewards.isfinite() & kls.isfinite()
+
+    def centered(values: torch.Tensor) -> torch.Tensor:
+        grouped = torch.where(known, values.to(dtype), torch.nan).view(-1, group_size)
+        return (grouped - grouped.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
+
+    given, paid = centered(rewards), centered(kls)
+    compared = given - coef * paid
+    squares = compared.square().sum(dim=1, keepdim=True)
+    products = (advantages.to(dtype).view(-1, group_size) * compared).sum(dim=1, keepdim=True)
+    scale = torch.where(squares > 0, products / squares, 0.0)
+    return (scale * given).view(-1), (scale * paid).view(-1)
+
+
 def kl_adjustment(
     per_token_kl: torch.Tensor, mask: torch.Tensor, coef: float | torch.Tensor, mean: float | torch.Tensor
 ) -> torch.Tensor:

@@ -116,6 +116,14 @@ class ForwardPassMixin(_Host):
         tokens: torch.Tensor = batch["completion_ids"] * batch["completion_mask"]
         return tokens
 
+    def _klx_group_ids(self, batch: Batch) -> torch.Tensor:
+        """Which prompt of the generation batch each completion on this process belongs to."""
+        size = batch["completion_ids"].size(0)
+        generations = self.num_generations if self._klx_mode == "train" else self.num_generations_eval
+        assert generations is not None  # TRL has filled it in
+        first: int = self.accelerator.process_index * size
+        return (torch.arange(size, device=batch["completion_ids"].device) + first) // generations
+
     @contextmanager
     def _klx_watching(self, watcher: Callable[[Scored], None]) -> Iterator[None]:
         """Let `watcher` see the policy's forward passes that TRL makes."""

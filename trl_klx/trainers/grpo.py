@@ -12,6 +12,7 @@ from ..control.rollout import Rollout
 from ..maths.losses import grpo_token_weights
 from .config import KLXConfigMixin, KLXGRPOConfig
 from .mixin import KLXCoreMixin
+from .pull import sum_rewards
 
 
 if TYPE_CHECKING:
@@ -69,11 +70,12 @@ class KLXTrainerMixin(KLXCoreMixin, _Host):
     def _klx_add_reward_func(self) -> None:
         def kl_penalty(completions: list[Any], **kwargs: Any) -> list[float | None]:
             assert self._klx_rollout is not None
+            rollout = self._klx_rollout
             # With a coefficient of 0 TRL does not ask for the reference.
-            penalties = self._klx_rollout.penalties
-            if penalties is None:
+            if rollout.charged_kls is None:
                 return [0.0] * len(completions)
-            return torch.where(penalties.isfinite(), -penalties, torch.nan).tolist()
+            kls = torch.where(rollout.charged_kls.isfinite(), rollout.charged_kls, torch.nan)
+            return (-rollout.coef * kls).tolist()
 
         no_tokenizer: Any = None
         # New lists, since TRL keeps those that the user passed.
@@ -91,7 +93,7 @@ class KLXTrainerMixin(KLXCoreMixin, _Host):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
-        if self._klx_rollout is not None and self._klx_rollout.penalties is not None:
+        if self._klx_rollout is not None and self._klx_rollout.charged_kls is not None:
             # A completion that no reward function could score must stay unscorable, and one whose KL could not be
             # measured must not get away without a penalty.
             unscorable = torch.isnan(rewards[:, :-1]).all(dim=1) | torch.isnan(rewards[:, -1])
@@ -101,17 +103,17 @@ class KLXTrainerMixin(KLXCoreMixin, _Host):
 
     def _klx_score_batch(self, batch: Batch, rollout: Rollout) -> None:
         if rollout.rewards is not None and isinstance(self._klx_placement, GRPOReward):
-            self._klx_log_given_rewards(rollout.rewards)
+            self._klx_log_given_rewards(self._klx_given_rewards(rollout.rewards))
         super()._klx_score_batch(batch, rollout)
 
-    def _klx_log_given_rewards(self, rewards: torch.Tensor) -> None:
+    def _klx_given_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
+        return sum_rewards(rewards, self.reward_weights[:-1])  # the last one is that of the penalty
+
+    def _klx_log_given_rewards(self, given: torch.Tensor) -> None:
         """
         Log the reward without the penalty, as in the other placements. With it, `metric_for_best_model="eval_reward"`
         would choose the checkpoint that stayed near the reference.
         """
-        weights = self.reward_weights[:-1].to(rewards.device)
-        given = (rewards * weights).nansum(dim=1)
-        given[rewards.isnan().all(dim=1)] = torch.nan
         mean, std = torch.stack([given.nanmean(), nanstd(given)]).tolist()
         for name, value in (("reward", mean), ("reward_std", std)):
             self._metrics[self._klx_mode][name][-1] = value

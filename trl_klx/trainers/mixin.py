@@ -18,7 +18,7 @@ What we override in TRL and transformers, and what we rely on there:
 | `create_model_card` | add a section | TRL writes `README.md` |
 | `train`, `_save`, `_save_checkpoint`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler` | | |
 | | see [`KLXCheckpointMixin`] | |
-| `_generate`, `_calculate_rewards` | see [`KLXTrainerMixin`], [`InfiniteRewardsMixin`] | |
+| `_generate`, `_calculate_rewards` | see [`KLXTrainerMixin`], [`KLXRLOOMixin`], [`InfiniteRewardsMixin`] | |
 | `_generate_single_turn`, `create_optimizer`, `save_model`, `_load_best_model` | see [`KLXPPOTrainer`] | |
 """
 
@@ -36,7 +36,7 @@ from ..control.forward_pass import has_dropout
 from ..control.metrics import Sums, read_metrics
 from ..control.other_kls import UpdateLimit, check_update_target
 from ..control.placements import Batch, Placement
-from ..control.rollout import Pull, Rollout, Scored, TokenKL
+from ..control.rollout import Rollout, Scored, TokenKL
 from ..trl_versions import TRL_HAS_EOS_TOKEN_IDS
 from .completions_table import CompletionKLs
 from .config import KLXConfigMixin
@@ -49,6 +49,7 @@ from .launch_check import check_launch
 from .model_card import add_kl_section, describe_kl
 from .no_reward import check_groups, check_teacher, no_reward
 from .other_kls import OtherKLsMixin
+from .pull import PullMixin
 from .ref_model import check_ref_model
 from .reference_resets import ReferenceResetsMixin
 from .resumed_sampler import ResumeSampler
@@ -59,7 +60,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, OtherKLsMixin, ReferenceResetsMixin, KLXCheckpointMixin):
+class KLXCoreMixin(
+    FiniteStepsMixin, InfiniteRewardsMixin, OtherKLsMixin, PullMixin, ReferenceResetsMixin, KLXCheckpointMixin
+):
     """
     Adds KL control to a TRL trainer whose batches come from `_generate_and_score_completions`.
 
@@ -232,13 +235,6 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, OtherKLsMixin, Refere
         # Several micro-batches: the first one gets its penalty before the last one is counted.
         rollout.undecided &= micro_batches == 1
 
-    def _klx_group_ids(self, batch: Batch) -> torch.Tensor:
-        size = batch["completion_ids"].size(0)
-        generations = self.num_generations if self._klx_mode == "train" else self.num_generations_eval
-        assert generations is not None  # TRL has filled it in
-        first: int = self.accelerator.process_index * size
-        return (torch.arange(size, device=batch["completion_ids"].device) + first) // generations
-
     @torch.no_grad()
     def _klx_apply(self, batch: Batch, rollout: Rollout, kl: TokenKL) -> None:
         """Count a measured batch or micro-batch, close the rollout with the last of them, and enter the penalty."""
@@ -257,11 +253,6 @@ class KLXCoreMixin(FiniteStepsMixin, InfiniteRewardsMixin, OtherKLsMixin, Refere
                 self._klx_finish(rollout)
         if charge is not None:
             placement.apply(batch, charge, rollout.coef)
-
-    def _klx_pull(self, batch: Batch, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> Pull | None:
-        """What moves the policy along the KL; `None` where the penalty is already in the advantages."""
-        advantages: torch.Tensor = batch["advantages"]
-        return None if self._klx_placement.asks_at_generation or advantages.dim() > 1 else Pull(advantages)
 
     def _klx_finish(self, rollout: Rollout) -> None:
         mode = self._klx_mode

@@ -11,6 +11,7 @@ from ..control.placements import Batch
 from ..control.rollout import Rollout
 from .config import KLXRLOOConfig
 from .mixin import KLXCoreMixin
+from .pull import sum_rewards
 
 
 if TYPE_CHECKING:
@@ -33,6 +34,16 @@ class KLXRLOOMixin(KLXCoreMixin, _Host):
         # TRL keeps only the sum over each sequence.
         batch["klx_old_logps"] = rollout.policy.logps
         super()._klx_score_batch(batch, rollout)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
+        if self._klx_rollout is not None:
+            self._klx_rollout.rewards = rewards
+        return rewards
+
+    def _klx_given_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
+        given = sum_rewards(rewards, self.reward_weights)
+        return given.clamp(*self.reward_clip_range) if self.reward_clip_range else given
 
     def _klx_aggregate(self, per_token_term: torch.Tensor, inputs: Batch) -> torch.Tensor:
         return per_token_term.sum(dim=1).mean()

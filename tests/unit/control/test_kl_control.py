@@ -471,9 +471,8 @@ def test_reward_placement_of_sequences(algorithm, estimator):
     policy = two_passes()[0]
     rollout = Rollout(coef=0.3, policy=policy)
     answer = placement.answer(rollout, kl, mask)
-    if algorithm == "grpo":
-        torch.testing.assert_close(rollout.penalties, torch.tensor([0.3 * sum(row) for row in plain]))
-    else:
+    torch.testing.assert_close(rollout.charged_kls, torch.tensor([sum(row) for row in plain]))
+    if algorithm == "rloo":
         # TRL subtracts `beta`, our coefficient, times the summed difference of policy and reference log-probs.
         subtracted = ((policy.logps - answer) * mask).sum(1)
         torch.testing.assert_close(subtracted, torch.tensor([sum(row) for row in plain]), rtol=1e-5, atol=1e-5)

@@ -537,7 +537,7 @@ OTHERS = {
             {"kp": 1},
             '{"clip": 1}',
             "{",
-            {"constants": {"pace": 0.5}},
+            {"constants": {"release": 0.5}},
             {"constants": 1},
         ]
     ),

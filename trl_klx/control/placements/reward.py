@@ -51,7 +51,7 @@ class GRPOReward(SequenceRewardPlacement):
             )
 
     def answer(self, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> torch.Tensor:
-        rollout.penalties = rollout.coef * sum_kl_per_sequence(kl.penalised, mask)
+        rollout.charged_kls = sum_kl_per_sequence(kl.penalised, mask)
         return kl.penalised  # TRL asks for log-probs and, its own term being off in the loss, does not read them
 
 
@@ -61,6 +61,7 @@ class RLOOReward(SequenceRewardPlacement):
 
     def answer(self, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> torch.Tensor:
         assert rollout.policy is not None and rollout.policy.logps is not None
+        rollout.charged_kls = sum_kl_per_sequence(kl.penalised, mask)
         # TRL subtracts `beta` times the sum of policy minus reference, so this makes it subtract what was measured.
         return rollout.policy.logps - torch.where(mask, kl.penalised, 0.0)
 
