@@ -13,8 +13,8 @@ from trl.trainer.utils import get_config_model_id
 from ..checkpoints.integrity import check_checkpoints
 from ..control.forward_pass import narrow_tiles
 from ..control.placements import Batch
-from ..control.rollout import Pull, Rollout, Scored, TokenKL
-from ..maths.advantages import masked_moments, sequence_means, whiten_with_moments
+from ..control.rollout import Rollout, Scored
+from ..maths.advantages import masked_moments, sequence_means
 from ..maths.gae import clipped_value_loss, compute_gae, shape_rewards
 from ..trainers.grpo import KLXGRPOTrainer
 from .checkpoint import PPOCheckpointMixin
@@ -31,12 +31,13 @@ from .inputs import (
 )
 from .padding import mask_padding, skip_padding_in_other_models, skip_padding_in_policy
 from .policy_layers import freeze_bottom_layers
+from .pull import PPOPullMixin
 from .reward_scaling import RewardScaler
 from .trl112_methods import TRL112Methods
 from .value_function import ValueFunction, ValueHead, call_without_value
 
 
-class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods, KLXGRPOTrainer):
+class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, PPOPullMixin, ScoringMixin, TRL112Methods, KLXGRPOTrainer):
     """
     Proximal Policy Optimization on TRL's GRPO machinery: text and conversational prompts, reward functions and reward
     models, PEFT, tools, vLLM and continuous batching as in [`~trl.GRPOTrainer`], with a value function, generalized
@@ -234,27 +235,6 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
         batch: Batch = parent._generate_and_score_completions(inputs)
         return batch
 
-    def _klx_pull(self, batch: Batch, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> Pull | None:
-        scored = rollout.policy or rollout.clean
-        if scored is None or scored.values is None:
-            return None  # there was no pass over the whole rollout
-        args, counted = self.args, mask
-        mask = self._klx_generated(batch) & batch["ppo_scorable"].unsqueeze(1)
-        rewards = shape_rewards(batch["ppo_scores"], torch.zeros_like(kl.k1), mask, 1.0)
-        advantages, _ = compute_gae(rewards, scored.values, mask, args.gamma, args.lam)
-        if not self._klx_placement.in_token_rewards:
-            return Pull(self._ppo_whiten(advantages, mask))
-        # The estimation is linear, so a penalty in the rewards reaches the advantages as a reward without values
-        # would. Whitening divides both by the same number.
-        paid = torch.where(counted, kl.penalised, 0.0)
-        charged, _ = compute_gae(paid, torch.zeros_like(paid), mask, args.gamma, args.lam)
-        moments = torch.stack([masked_moments(part, mask) for part in (advantages, charged)])
-        count, total, _ = self.accelerator.reduce(moments, reduction="sum").unbind(dim=1)
-        means = (total / count.clamp(min=1.0)).to(advantages.dtype)
-        return Pull(
-            *(torch.where(mask, part - mean, 0.0) for part, mean in zip((advantages, charged), means, strict=True))
-        )
-
     def _klx_score_batch(self, batch: Batch, rollout: Rollout) -> None:
         if rollout.policy is None and not self._ppo_in_one_pass:
             rollout.policy = rollout.clean = self._klx_score_policy(*self._klx_forward_arguments(batch))
@@ -304,10 +284,6 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, ScoringMixin, TRL112Methods
             for _ in range(min(len(means), len(logged))):
                 logged.pop()
             logged.extend(means)
-
-    def _ppo_whiten(self, values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
-        moments = self.accelerator.reduce(masked_moments(values, mask), reduction="sum")
-        return whiten_with_moments(values, mask, moments, shift_mean=shift_mean)
 
     # ---- Loss ----
 

@@ -16,6 +16,7 @@ from trl_klx.maths.advantages import (
     masked_mean,
     masked_moments,
     sequence_means,
+    split_group_advantages,
     whiten_with_moments,
 )
 
@@ -311,3 +312,38 @@ class TestWhitening:
             whiten_with_moments(torch.zeros(2), torch.ones(2), torch.zeros(2))
         with pytest.raises(ValueError, match=r"`values` \(2,\), `mask` \(3,\)"):
             whiten(torch.zeros(2), torch.ones(3))
+
+
+# ---- Advantages of groups whose rewards had the penalty subtracted ----
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("scale", [1.0, 7.0, "group"])
+def test_split_group_advantages(scale):
+    rewards = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.5, 0.5, NAN, 3.5])
+    kls = torch.tensor([3.0, 1.0, 0.0, 4.0, 2.0, 6.0, 5.0, 1.0])
+    compared = rewards - 0.3 * kls
+    centered = compared.view(2, 4) - compared.view(2, 4).nanmean(dim=1, keepdim=True)
+    factors = torch.tensor([[0.5], [4.0]]) if scale == "group" else scale
+    advantages = (factors * centered).nan_to_num(nan=0.0).view(-1)
+    given, charged = split_group_advantages(advantages, rewards, kls, 0.3, 4)
+    torch.testing.assert_close((given - 0.3 * charged).float(), advantages)
+    # The completion without a reward is no part of the means, and is given nothing.
+    factors = factors if scale == "group" else torch.full((2, 1), scale)
+    torch.testing.assert_close(given[:4].float(), factors[0] * torch.tensor([0.0, -1.0, 1.0, 0.0]))
+    torch.testing.assert_close(charged[4:].float(), factors[1] * torch.tensor([-1.0, 3.0, 0.0, -2.0]))
+
+
+@pytest.mark.parametrize("kl", [float("inf"), NAN])
+def test_split_leaves_out_a_kl_that_is_not_finite(kl):
+    given, charged = split_group_advantages(
+        torch.tensor([0.5, -0.5, 0.0]), torch.tensor([2.0, 1.0, 9.0]), torch.tensor([1.0, 1.0, kl]), 0.3, 3
+    )
+    assert given.tolist() == [0.5, -0.5, 0.0] and charged.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_split_of_equal_completions_is_zero():
+    """Neither rounding nor a division by 0 may pass for a drive."""
+    given, charged = split_group_advantages(torch.zeros(6), torch.full((6,), 0.1), torch.full((6,), 0.7), 0.3, 6)
+    assert given.tolist() == charged.tolist() == [0.0] * 6
