@@ -250,6 +250,9 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.model is not None and args.assets is None:
         parser.error("--model needs --assets, which has the prompts")
+    # A record belongs to its command line, so that one folder must always be spelled alike.
+    args.cache, args.output = args.cache.resolve(), args.output.resolve()
+    args.assets = None if args.assets is None else args.assets.resolve()
     args.output.mkdir(parents=True, exist_ok=True)
     results_file = args.output / "controllers.json"
     if args.docs:

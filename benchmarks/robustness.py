@@ -12,6 +12,7 @@ advantages, clipped ratios, Adam, clipped gradients), and its KL is measured fro
 trains language models.
 """
 
+import argparse
 import math
 import sys
 from dataclasses import dataclass
@@ -263,8 +264,10 @@ def cells(one: dict[str, float]) -> str:
     return f"{one['error']:.2f} ({one['worst error']:.2f}) | {one['peak']:.2f} ({one['worst peak']:.2f}) | {arrived}"
 
 
-def main(names: list[str]) -> None:
-    names = names or ["hold", "pid", "adaptive"]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("controllers", nargs="*", default=["hold", "pid", "adaptive"], help="default: all three")
+    names = parser.parse_args().controllers
     print("Means over the seeds, with the worst seed in brackets. Arrival is relative to an unpenalised run, or in")
     print("batches if the run starts above its target.\n")
     print("| case |" + "".join(f" `{name}`: error | peak | arrival |" for name in names))
@@ -282,4 +285,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
