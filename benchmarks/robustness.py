@@ -45,6 +45,8 @@ class Case:
             Rollouts per optimizer step.
         dead (`int`):
             Batches without reward at the start.
+        equal (`int`):
+            One of this many groups has equal rewards; 0: none has.
         distance (`float`):
             KL of the initial policy divided by the target.
     """
@@ -59,6 +61,7 @@ class Case:
     steps: int = 1
     rollouts: int = 1
     dead: int = 0
+    equal: int = 0
     distance: float = 0.0
     batches: int = 150
 
@@ -79,6 +82,7 @@ CASES = {
     "learning rate / 3": Case(learning_rate=0.033),
     "learning rate x 3": Case(learning_rate=0.3),
     "in the reward": Case(placement="reward"),
+    "in the reward, a third of the groups equal": Case(placement="reward", equal=3),
     "in the loss": Case(placement="loss"),
     "start / 10": Case(start=START / 10),
     "start x 10": Case(start=START * 10),
@@ -151,13 +155,17 @@ class Policy:
         total = ratio.sum(1)
         reward = self.rewards[places, tokens].sum(1) * self.has_reward
         groups = np.stack([reward, total]).reshape(2, -1, GROUP)
+        if case.equal:
+            groups[0, :: case.equal] = 0.0
         centered, paid = groups - groups.mean(-1, keepdims=True)
         compared = centered - coef * paid if case.placement == "reward" else centered
-        deviation = compared.std(1, keepdims=True) + 1e-4
-        advantage = (compared / deviation).reshape(-1)
+        advantages = compared / (compared.std(1, keepdims=True) + 1e-4)
+        given, charged = advantages, ratio
+        if case.placement == "reward":  # see `split_group_advantages`
+            scale = (advantages * compared).sum() / max((compared**2).sum(), 1e-30)
+            given, charged = scale * centered, scale * paid.reshape(-1, 1)
         along = -np.expm1(-ratio.clip(min=-2.0))  # see `center_log_ratio`
-        drives = (centered / deviation).reshape(-1) * along.sum(1)
-        charged = (paid / deviation).reshape(-1, 1) if case.placement == "reward" else ratio
+        drives = given.reshape(-1) * along.sum(1)
         exact, k3 = self.exact_kl(), (np.exp(-ratio) - 1 + ratio).sum(1)
         measured = BatchMeasurement(
             kl=(exact if case.statistic == "full" else float(k3.mean())) / case.scale,
@@ -170,7 +178,7 @@ class Policy:
             drag=float((charged * along).sum(1).mean()),
             drive_error=float(drives.std()) / math.sqrt(case.batch),
         )
-        return Rollout(tokens, advantage, ratio, logps[places, tokens], coef, measured, exact)
+        return Rollout(tokens, advantages.reshape(-1), ratio, logps[places, tokens], coef, measured, exact)
 
     def learn(self, rollouts: list[Rollout]) -> None:
         for _ in range(self.case.steps):

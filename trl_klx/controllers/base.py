@@ -53,8 +53,8 @@ class BatchMeasurement:
             advantage without the penalty, and `z = 1 - exp(-max(k1, -2))`, which is `k1` to first order and 0 on
             average in a state where `k1` stays above -2. Exactly 0 if no reward differs from another.
         drag (`float`, *optional*):
-            Mean over completions of `sum_t k1_t * z_t`: the pull of one unit of coefficient. In PPO with the penalty
-            in the rewards, `k1_t` is replaced by what one unit takes off the token's advantage.
+            Mean over completions of `sum_t k1_t * z_t`: the pull of one unit of coefficient. With the penalty in the
+            rewards, `k1_t` is replaced by what one unit takes off the token's advantage.
         standard_error (`float`, *optional*):
             Standard error of `kl` over the completions.
         drive_error (`float`, *optional*):

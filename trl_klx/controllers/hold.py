@@ -40,7 +40,7 @@ class HoldKLController(KLController):
 
     - `horizon = clip(braking_way / a, 3, 5)`, but at least two rollouts
     - `w = (1 - x) / max(horizon * a, shortest_way)`
-    - `push = w + lead * (w - v / a)`, limited to `[brake, release]`; `lead` follows from momentum and horizon
+    - `push = w + lead * (w - v / a)`, limited to `[brake, release]`; `lead` follows from horizon and momentum
     - `coef = hold * (1 - push) / max(x, 1)`; below the target no more is needed, and the model is least sure there
 
     Three rules bound it. Above the target, unless momentum alone carries the KL down to it, neither the coefficient
@@ -187,7 +187,8 @@ class HoldKLController(KLController):
         """
         What some optimizer steps on one rollout make of a speed and of a constant push in units of the free speed:
         `x += xv * v + xp * push`, `v = vv * v + vp * push`. Adam's first moment starts at 0 and is corrected for that,
-        so that its first steps follow the push more closely; `age` is the number of steps before.
+        so that its first steps follow the push more closely; `age` is the number of steps before. Steps without a
+        gradient do not count: its second moment is then 0 too, and the first gradient makes a full step.
         """
         momentum = self.constants.momentum
         xv, xp, vv, vp = 0.0, 0.0, 1.0, 0.0
@@ -237,8 +238,7 @@ class HoldKLController(KLController):
         free_drift = min(k.free_drift**2 * state.steps, max(k.first_spread**2 - state.c33, 0.0)) if state.c33 else 0.0
         c = add_noise(propagate(moves, state.covariance), (xp * gust, vp * gust), (drift, free_drift))
         distance, speed = self._advance(state, coef)
-        age = state.age + max(round(state.steps), 1)
-        return state.with_covariance(c, distance=distance, speed=speed, age=age)
+        return state.with_covariance(c, distance=distance, speed=speed, age=state.age + state.steps)
 
     def _push_noise(self, state: HoldKLControllerState) -> float:
         """Standard deviation of a rollout's push, from the scatter of its completions."""
@@ -329,12 +329,14 @@ class HoldKLController(KLController):
             state = replace(state, bias=state.bias + rate * counted * min(free * state.steps, k.longest))
         state = self._state = self._keep_bias_bounded(state)
 
+        age = state.age
         if state.acting is not None:
             # The steps on the batch just measured are still to come, at the coefficient that it was given.
             distance, speed = self._advance(state, state.acting)
+            age += state.steps
         horizon = min(max(k.braking_way / free, k.shortest_horizon), k.horizon)
         horizon = max(horizon, k.horizon_rollouts * state.steps)
-        by_speed, by_push, _, _ = self._response(horizon, state.age)
+        by_speed, by_push, _, _ = self._response(horizon, age)
         wanted = (1.0 - distance) / max(horizon * free, k.shortest_way)
         push = min(max(wanted + by_speed / by_push * (wanted - speed / free), k.brake), k.release)
         coef = self._hold(state) * (1.0 - push) / max(distance, 1.0)

@@ -165,9 +165,9 @@ class HoldKLControllerState(KLControllerState):
     what the batches showed, scaled to the target; `batches` is how many, and `completions` the size of the last. `c..`
     is the covariance of distance, speed, bias and the logarithm of the free speed. `noise` is the mean squared
     relative noise of the KL. `steps` and `rate` are the optimizer steps of the last rollout and their learning rate;
-    `age` counts all steps. `acting` is the coefficient that the batch measured last had been given before it was
-    measured, and that its steps follow; `None` if they follow `value`. `streak` is the mean surprise of the last
-    batches, in units of the standard deviation that the filter expects.
+    `age` counts the steps since the first move. `acting` is the coefficient that the batch measured last had been
+    given before it was measured, and that its steps follow; `None` if they follow `value`. `streak` is the mean
+    surprise of the last batches, in units of the standard deviation that the filter expects.
     """
 
     # Far wider than any run needs. Rounding may leave a variance slightly below 0.

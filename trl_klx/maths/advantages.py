@@ -145,8 +145,9 @@ def split_group_advantages(
     r"""
     Take apart advantages that compare `rewards - coef * kls` within groups: `advantages = given - coef * charged`.
 
-    However the advantages were scaled, within a group they are in proportion to its centered rewards, penalty
-    included. That proportion is what reward and KL count for.
+    One factor turns the centered rewards, penalty included, into advantages. It is read off the whole batch. Where
+    each group was divided by its own deviation, the parts are those of an average group: a group whose rewards are
+    equal would show a penalty that is divided by itself, on which the coefficient has no effect.
 
     Args:
         advantages (`torch.Tensor`):
@@ -172,8 +173,7 @@ def split_group_advantages(
 
     given, paid = centered(rewards), centered(kls)
     compared = given - coef * paid
-    squares = compared.square().sum(dim=1, keepdim=True)
-    products = (advantages.to(dtype).view(-1, group_size) * compared).sum(dim=1, keepdim=True)
+    squares, products = compared.square().sum(), (advantages.to(dtype).view(-1, group_size) * compared).sum()
     scale = torch.where(squares > 0, products / squares, 0.0)
     return (scale * given).view(-1), (scale * paid).view(-1)
 

@@ -38,7 +38,7 @@ def pulls_of(trainer_class):
     return Pulls
 
 
-def run(trainer_class, tmp_path, rewards=uneven_reward, **fields):
+def run(trainer_class, tmp_path, rewards=reward_even_tokens, **fields):
     settings = {"kl_placement": "reward", "kl_penalty_coef": COEF, "num_generations": GENERATIONS, "max_steps": 4}
     settings |= {"per_device_train_batch_size": 8, "learning_rate": 1e-2} | fields
     trainer = train(pulls_of(trainer_class), tmp_path, rewards=rewards, extras={"peft_config": lora()}, **settings)
@@ -46,16 +46,19 @@ def run(trainer_class, tmp_path, rewards=uneven_reward, **fields):
     return trainer.seen
 
 
-SCALINGS = [
-    (KLXGRPOTrainer, {"scale_rewards": "none"}),
-    (KLXGRPOTrainer, {"scale_rewards": "batch"}),
-    pytest.param(KLXGRPOTrainer, {"scale_rewards": "group"}, marks=pytest.mark.filterwarnings("ignore:`kl_placement")),
+# The baseline of RLOO weighs a group by how many of its completions have a reward.
+ONE_SCALE = [
+    (KLXGRPOTrainer, {"scale_rewards": "none", "rewards": uneven_reward}),
+    (KLXGRPOTrainer, {"scale_rewards": "batch", "rewards": uneven_reward}),
     (KLXRLOOTrainer, {"normalize_advantages": False}),
     (KLXRLOOTrainer, {"normalize_advantages": True}),
 ]
+BY_GROUP = pytest.param(
+    KLXGRPOTrainer, {"scale_rewards": "group"}, marks=pytest.mark.filterwarnings("ignore:`kl_placement")
+)
 
 
-@pytest.mark.parametrize(("trainer_class", "fields"), SCALINGS)
+@pytest.mark.parametrize(("trainer_class", "fields"), ONE_SCALE)
 def test_drive_less_the_drag_is_what_the_policy_is_trained_on(trainer_class, fields, tmp_path):
     charged = 0.0
     for pull, advantages, _, _ in run(trainer_class, tmp_path, **fields):
@@ -73,14 +76,16 @@ def test_drive_less_the_drag_is_what_the_policy_is_trained_on(trainer_class, fie
 )
 def test_rewards_and_kls_are_compared_within_a_prompt(trainer_class, fields, factor, tmp_path):
     """RLOO's baseline leaves the completion itself out, and so the difference is larger."""
-    for pull, _, rewards, kls in run(trainer_class, tmp_path, rewards=reward_even_tokens, **fields):
+    for pull, _, rewards, kls in run(trainer_class, tmp_path, **fields):
         for found, values in ((pull.advantages, rewards[:, 0]), (pull.charged, kls)):
             groups = values.view(-1, GENERATIONS)
             expected = factor * (groups - groups.mean(dim=1, keepdim=True)).view(-1)
             torch.testing.assert_close(found.float(), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("trainer_class", "fields"), SCALINGS)
+@pytest.mark.parametrize(
+    ("trainer_class", "fields"), [(KLXGRPOTrainer, {"scale_rewards": "none"}), BY_GROUP, *ONE_SCALE[2:]]
+)
 def test_rewards_that_do_not_differ_drive_nothing(trainer_class, fields, tmp_path):
     """The advantages are then those of the penalty alone, which TRL may scale up without limit."""
     for pull, *_ in run(trainer_class, tmp_path, rewards=equal_reward, **fields):
@@ -89,6 +94,6 @@ def test_rewards_that_do_not_differ_drive_nothing(trainer_class, fields, tmp_pat
 
 def test_rewards_beyond_the_clip_range_are_seen_clipped(tmp_path):
     fields = {"normalize_advantages": False, "reward_clip_range": (0.4, 0.5)}
-    for pull, advantages, _, _ in run(KLXRLOOTrainer, tmp_path, rewards=reward_even_tokens, **fields):
+    for pull, advantages, _, _ in run(KLXRLOOTrainer, tmp_path, **fields):
         torch.testing.assert_close((pull.advantages - COEF * pull.charged).float(), advantages, atol=1e-5, rtol=1e-5)
         assert pull.advantages.abs().max().item() <= 0.1 * GENERATIONS / (GENERATIONS - 1) + 1e-5

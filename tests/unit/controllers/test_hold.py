@@ -156,6 +156,14 @@ class TestHolding:
         _, coefs = follow(controller, plant, 6)
         assert max(coefs[1:5]) < 0.2 * controller.hold
 
+    @pytest.mark.parametrize("kl", [0.0, 1e-8])
+    def test_momentum_does_not_age_while_nothing_moves(self, kl):
+        """Steps without a gradient leave both of Adam's moments at 0, so that the first reward makes a full step."""
+        controller = build()
+        for batch in range(10):
+            controller.observe(BatchMeasurement(kl, 32, min(batch, 1), 1.0, 0.0, 1e-8))
+        assert controller.state_dict()["age"] == 0
+
     def test_a_policy_that_slows_down_is_not_one_that_the_penalty_brakes(self):
         def mean_bias(**constants):
             learned = []
@@ -455,13 +463,14 @@ class TestInterface:
 
     @pytest.mark.parametrize("speed", [0.03, 0.09, 0.2])
     @pytest.mark.parametrize("at_once", [True, False])
-    def test_the_formula_is_the_law(self, at_once, speed):
+    @pytest.mark.parametrize("batches", [6, 45])
+    def test_the_formula_is_the_law(self, batches, at_once, speed):
         """
         What `trl-klx controllers` prints gives the coefficient: that of the batch, or that of the next one, at the
         distance and speed one step ahead.
         """
         controller, plant = build(), Plant(speed, noise=0.01)
-        follow(controller, plant, 45, at_once=at_once)
+        follow(controller, plant, batches, at_once=at_once)
         applied = controller.value
         coef = controller.observe(replace(plant.measure(1), applied=None if at_once else applied))
         state, k, hold, a = controller._state, controller.constants, controller.hold, controller.free_speed
@@ -472,7 +481,8 @@ class TestInterface:
             x += v
         horizon = min(max(0.35 / a, 3), 5)
         # What is left of a speed after each step of the horizon, the last of which may be a part of one.
-        left = [0.9**step * (1 - 0.9**state.age) / (1 - 0.9 ** (state.age + step)) for step in (1, 2, 3, 4, 5)]
+        age = state.age if at_once else state.age + 1
+        left = [0.9**step * (1 - 0.9**age) / (1 - 0.9 ** (age + step)) for step in (1, 2, 3, 4, 5)]
         coasted = sum(min(max(horizon - step, 0), 1) * share for step, share in enumerate(left))
         lead = coasted / (horizon - coasted)
         w = (1 - x) / max(horizon * a, 1 / 5)

@@ -319,20 +319,27 @@ class TestWhitening:
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("scale", [1.0, 7.0, "group"])
+@pytest.mark.parametrize("scale", [1.0, 7.0])
 def test_split_group_advantages(scale):
     rewards = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.5, 0.5, NAN, 3.5])
     kls = torch.tensor([3.0, 1.0, 0.0, 4.0, 2.0, 6.0, 5.0, 1.0])
     compared = rewards - 0.3 * kls
     centered = compared.view(2, 4) - compared.view(2, 4).nanmean(dim=1, keepdim=True)
-    factors = torch.tensor([[0.5], [4.0]]) if scale == "group" else scale
-    advantages = (factors * centered).nan_to_num(nan=0.0).view(-1)
+    advantages = scale * centered.nan_to_num(nan=0.0).view(-1)
     given, charged = split_group_advantages(advantages, rewards, kls, 0.3, 4)
     torch.testing.assert_close((given - 0.3 * charged).float(), advantages)
     # The completion without a reward is no part of the means, and is given nothing.
-    factors = factors if scale == "group" else torch.full((2, 1), scale)
-    torch.testing.assert_close(given[:4].float(), factors[0] * torch.tensor([0.0, -1.0, 1.0, 0.0]))
-    torch.testing.assert_close(charged[4:].float(), factors[1] * torch.tensor([-1.0, 3.0, 0.0, -2.0]))
+    torch.testing.assert_close(given.float(), scale * torch.tensor([0.0, -1.0, 1.0, 0.0, -1.0, -1.0, 0.0, 2.0]))
+    torch.testing.assert_close(charged.float(), scale * torch.tensor([1.0, -1.0, -2.0, 2.0, -1.0, 3.0, 0.0, -2.0]))
+
+
+def test_split_is_not_led_by_groups_with_equal_rewards():
+    """Divided by its own deviation, their penalty has the size of a reward, however small the coefficient is."""
+    rewards, kls = torch.tensor([1.0, -1.0, 0.0, 0.0]), torch.tensor([0.2, -0.2, 0.2, -0.2])
+    compared = (rewards - 0.01 * kls).view(2, 2)
+    advantages = (compared / compared.std(dim=1, keepdim=True)).view(-1)
+    given, charged = split_group_advantages(advantages, rewards, kls, 0.01, 2)
+    assert charged.abs().max() < 0.3 * given.abs().max()
 
 
 @pytest.mark.parametrize("kl", [float("inf"), NAN])
