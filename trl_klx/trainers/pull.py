@@ -1,7 +1,5 @@
 """What moves the policy along the KL, for controllers that want to see it."""
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 
 from ..control.placements import Batch
@@ -10,15 +8,8 @@ from ..maths.advantages import split_group_advantages
 from .forward_passes import ForwardPassMixin
 
 
-if TYPE_CHECKING:
-    from ..control.placements import Placement
-
-
 class PullMixin(ForwardPassMixin):
     """Reads off a batch which advantages the rewards gave, and what one unit of coefficient takes off them."""
-
-    _klx_placement: "Placement"
-    num_generations: Any
 
     def _klx_pull(self, batch: Batch, rollout: Rollout, kl: TokenKL, mask: torch.Tensor) -> Pull | None:
         """The pull of a measured batch or micro-batch of training; `None` if it cannot be told from the batch."""
@@ -33,6 +24,7 @@ class PullMixin(ForwardPassMixin):
         mine = torch.stack([advantages, rollout.charged_kls.to(advantages.dtype)], dim=1)
         every, kls = self.accelerator.gather(mine).unbind(dim=1)
         rewards = self._klx_given_rewards(rollout.rewards)
+        assert self.num_generations is not None  # TRL has filled it in
         parts = split_group_advantages(every, rewards, kls, rollout.coef, self.num_generations)
         first = self.accelerator.process_index * len(mine)
         return Pull(*(part[first : first + len(mine)] for part in parts))

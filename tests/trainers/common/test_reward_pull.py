@@ -3,18 +3,13 @@
 import pytest
 import torch
 
+from support.batchings import uneven_reward
 from support.tiny import lora, reward_even_tokens, train
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 
 
 COEF = 0.3
 GENERATIONS = 4
-
-
-def uneven_reward(completion_ids, **kwargs) -> list[float | None]:
-    """The share of even tokens, with no score for some completions."""
-    rewards = reward_even_tokens(completion_ids)
-    return [None if ids[0] % 5 == 0 else reward for ids, reward in zip(completion_ids, rewards, strict=True)]
 
 
 def equal_reward(completion_ids, **kwargs) -> list[float]:
