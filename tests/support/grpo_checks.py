@@ -40,11 +40,11 @@ def check_advantages(trainer, reference, estimator="k1", discount=0.0, coefs=Non
     assert largest > 1e-3, "the policy never left the reference, so nothing was checked"
 
 
-def check_statistic(trainer, batches: list[dict], name: str) -> None:
+def check_statistic(trainer, batches: list[dict], name: str, reference=None) -> None:
     """The logged KL is the mean over completions of the summed KL, computed independently."""
-    kls = logged(trainer, "klx/kl")
+    kls, reference = logged(trainer, "klx/kl"), build_model() if reference is None else reference
     for batch, kl in zip(batches, kls, strict=True):
-        expected = kl_of_tokens(batch["policy"], build_model(), batch, name, trainer.args.temperature)
+        expected = kl_of_tokens(batch["policy"], reference, batch, name, trainer.args.temperature)
         assert kl == pytest.approx(sum(map(sum, expected)) / len(counting(batch)), rel=1e-4, abs=1e-6)
     assert kls[-1] > 1e-4
 

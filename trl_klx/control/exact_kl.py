@@ -1,16 +1,20 @@
 """The LM head as a function of hidden states, for the exact KL over the whole vocabulary."""
 
 import torch
-from accelerate.utils import reduce
+from accelerate import Accelerator
+from accelerate.utils import gather
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional
 
 from ..maths.estimators import estimate_full_kl, full_kl_and_logps
-from ..references.peft_adapters import causal_lm
+from ..references.base import KLReference
+from ..references.peft_adapters import causal_lm, unwrapped
 from ..references.sharding import is_sharded, join_parts
 from .rollout import Head, Scored
 
+
+LARGEST_HEAD_ERROR = 0.05  # nats; rounding in bf16 stays well below it
 
 # The exact KL of each token, and the log-probs of the sampled tokens under policy and reference.
 ExactPass = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
@@ -26,11 +30,6 @@ def lm_head(model: nn.Module, temperature: float, copied: bool = False) -> Head:
     base = causal_lm(model)
     config = base.config.get_text_config()
     head = base.get_output_embeddings()
-    if isinstance(head, BaseTunerLayer):
-        raise ValueError(
-            "The 'full' KL cannot be used with an adapter on the LM head, which changes logits beyond its weights. "
-            "Take the LM head out of `target_modules`, or use 'k3' (`kl_estimator`, `kl_statistic`)."
-        )
     weight, bias = join_parts(head.weight), getattr(head, "bias", None)
     bias = None if bias is None else join_parts(bias)
     if copied:
@@ -44,6 +43,29 @@ def lm_head(model: nn.Module, temperature: float, copied: bool = False) -> Head:
         return logits.div_(temperature)
 
     return project
+
+
+def head_obstacle(model: nn.Module) -> str | None:
+    """What about a model keeps its logits from being rebuilt from its hidden states, as far as its modules show it."""
+    base = causal_lm(model)
+    head = base.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer):
+        return "an adapter on the LM head (`target_modules`), which changes logits beyond the head's weights"
+    if base.base_model is base:
+        return f"{type(base).__name__}, which has no backbone apart from its LM head"
+    weight = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point():
+        return f"the LM head of {type(base).__name__}, which has no plain weights"
+    return None
+
+
+def exact_kl_obstacle(policy: nn.Module, reference: KLReference, accelerator: Accelerator) -> str | None:
+    """What keeps a run from computing the exact KL, as far as it is known before the first forward pass."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 1:
+        return "FSDP version 1, which flattens the weights that it needs one by one"
+    with reference.active() as model:
+        return head_obstacle(policy) or head_obstacle(unwrapped(model))
 
 
 def trains_head(model: nn.Module) -> bool:
@@ -61,38 +83,26 @@ def check_trains_through_head(model: nn.Module) -> None:
         )
 
 
-def _on_any_process(model: nn.Module, count: int) -> int:
-    """The sum of `count` over the processes that share the model's weights."""
-    weight = causal_lm(model).get_output_embeddings().weight
-    if not is_sharded(weight):
-        return count
-    return int(reduce(torch.tensor(float(count), device=weight.device), reduction="sum"))
-
-
-def check_lm_head(
+@torch.no_grad()
+def lm_head_error(
     model: nn.Module, temperature: float, scored: Scored, tokens: torch.Tensor, mask: torch.Tensor
-) -> bool:
+) -> float | None:
     """
-    Compare the log-probs that [`lm_head`] gives for one completion with those of the trainer. Some architectures scale
-    their logits; one that is not known here must not be measured wrongly. Returns whether there was anything to
-    compare.
+    How far the log-probs that [`lm_head`] gives for one completion are from those of the trainer, in nats; `None` if
+    no process has a completion. Some architectures scale their logits; one that is not known here must not be measured
+    wrongly. All processes get the same answer.
     """
     assert scored.hidden is not None and scored.logps is not None
     # First what every process must take part in where the head is sharded.
     project = lm_head(model, temperature)
     rows = mask.bool().any(dim=1).nonzero().flatten()[:1]
-    found = bool(_on_any_process(model, len(rows)))
-    if not len(rows):
-        return found
-    logps = torch.log_softmax(project(scored.hidden[rows]), dim=-1)
-    logps = logps.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)  # (1, T)
-    error = (logps - scored.logps[rows]).abs()[mask[rows].bool()].median().item()
-    if error > 0.05:
-        raise ValueError(
-            f"The 'full' KL cannot be used with {type(causal_lm(model)).__name__}: the logits rebuilt from its hidden "
-            f"states are off by {error:.3g} nats. Use 'k3' (`kl_estimator`, `kl_statistic`)."
-        )
-    return True
+    error = torch.full((1,), -1.0, device=mask.device)
+    if len(rows):
+        logps = torch.log_softmax(project(scored.hidden[rows]), dim=-1)
+        logps = logps.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)  # (1, T)
+        error[0] = (logps - scored.logps[rows]).abs()[mask[rows].bool()].median()
+    largest = float(gather(error).max())
+    return None if largest < 0.0 else largest
 
 
 def exact_kl_of_passes(

@@ -43,6 +43,8 @@ class KLControl(Steering):
             Estimator that is penalised.
         statistic (`str`, *optional*, defaults to `"k3"`):
             Estimator that is logged and that drives the controller.
+        statistic_is_default (`bool`, *optional*, defaults to `False`):
+            Whether nobody chose the statistic, so that `"k3"` may take its place where the exact KL cannot be had.
         ignored (`tuple[int, ...]`, *optional*, defaults to `()`):
             Tokens whose KL neither counts nor pays.
         stall ([`StallMonitor`], *optional*):
@@ -58,6 +60,7 @@ class KLControl(Steering):
         *,
         estimator: str = "k1",
         statistic: str = "k3",
+        statistic_is_default: bool = False,
         ignored: tuple[int, ...] = (),
         stall: StallMonitor | None = None,
         **settings: Any,
@@ -66,9 +69,29 @@ class KLControl(Steering):
         self.reference = reference
         self.estimator = estimator
         self.statistic = statistic
+        self.statistic_is_default = statistic_is_default
         self.ignored = ignored
         self.stall = stall
         self._masked_before = False
+
+    @property
+    def needs_full(self) -> bool:
+        """Whether the KL over the whole vocabulary is computed, to be penalised or to be the statistic."""
+        return "full" in (self.estimator, self.statistic)
+
+    def measure_by_k3(self, obstacle: str) -> None:
+        """
+        Measure by `k3` from here on, because the exact KL cannot be used with `obstacle`. Refused if the exact KL was
+        asked for.
+        """
+        if not self.statistic_is_default:
+            remedy = "Use 'k3' (`kl_estimator`, `kl_statistic`)."
+            raise ValueError(f"The 'full' KL cannot be used with {obstacle}. {remedy}")
+        self.statistic = "k3"
+        self.logger.warning(
+            "`kl_statistic` is unset: the KL is measured by 'k3', which scatters more than 'full', because 'full' "
+            f"cannot be used with {obstacle}."
+        )
 
     # ---- One generation batch ----
 

@@ -49,8 +49,6 @@ class KLXConfigMixin(KLConfigChecks):
         for name, default in self._placement_defaults().items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
-        if self.kl_statistic is None:
-            self.kl_statistic = "full" if self.kl_estimator == "full" else "k3"
 
 
 @dataclass

@@ -241,12 +241,12 @@ class KLConfigChecks(KLFields, _Host):
         """Refuse every field that was set but that nothing would read."""
         if self.kl_penalty_enabled:
             return
-        filled_in = self._placement_defaults() | {"kl_statistic": "k3"}  # these were not set
+        filled_in = self._placement_defaults()  # these were not set
         readable = {"kl_monitor", "kl_penalty_coef", "kl_update_target"}
         if self.kl_monitor:
             readable |= MONITOR_FIELDS
             # The estimator is read where it decides the statistic.
-            if self.kl_estimator == self.kl_statistic == "full":
+            if self.kl_estimator == self.kl_statistic_name == "full":
                 readable.add("kl_estimator")
         inert = [
             name

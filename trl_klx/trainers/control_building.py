@@ -105,7 +105,7 @@ def build_kl_control(
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Tokenizer of the policy.
     """
-    assert args.kl_estimator is not None and args.kl_statistic is not None  # the config has filled them in
+    assert args.kl_estimator is not None  # the config has filled it in
     if args.kl_controller is None and args.kl_controller_name == "hold" and args.kl_penalty_coef is not None:
         LOGGER.warning_once(
             f"`kl_controller` is unset: 'hold' holds `kl_target={args.kl_target}`. In trl-klx 0.1 it was 'adaptive'; "
@@ -122,7 +122,9 @@ def build_kl_control(
         args.build_kl_controller(),
         resolve_reference(args, policy, accelerator, ref_model, temperature, tokenizer),
         estimator=args.kl_estimator,
-        statistic=args.kl_statistic,
+        statistic=args.kl_statistic_name,
+        # The exact KL that is penalised is there to be measured too.
+        statistic_is_default=args.kl_statistic is None and args.kl_estimator != "full",
         unit=args.kl_target_unit,
         target=args.kl_target,
         drift=drift,

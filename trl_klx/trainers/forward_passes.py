@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from trl.models.utils import disable_gradient_checkpointing
 
-from ..control.exact_kl import ExactPass, check_lm_head, exact_kl_of_passes, lm_head, trains_head
+from ..control.exact_kl import (
+    LARGEST_HEAD_ERROR,
+    ExactPass,
+    exact_kl_of_passes,
+    lm_head,
+    lm_head_error,
+    trains_head,
+)
 from ..control.forward_pass import CAN_SKIP_LM_HEAD, captured_hidden, narrow_tiles, no_lm_head
 from ..control.kl_control import KLControl
 from ..control.placements import Batch, Placement
@@ -167,7 +174,7 @@ class ForwardPassMixin(_Host):
         TRL's log-prob method, and the hidden states if the exact KL needs them. The first hidden states of policy and
         reference are checked: TRL's log-probs must follow from them.
         """
-        if self.kl_control is None or not self.args.kl_needs_full:
+        if self.kl_control is None or not self.kl_control.needs_full:
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
             return output, Scored(output[0])
         input_ids, logits_to_keep = args[0], args[2]
@@ -175,12 +182,15 @@ class ForwardPassMixin(_Host):
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         scored = Scored(output[0], torch.cat(hidden))
         if check and self._klx_class(model) not in self._klx_checked_heads:
-            mask = args[1][:, -logits_to_keep:]
-            with torch.no_grad():
-                tokens = input_ids[:, -logits_to_keep:]
-                plain = unwrapped(model)
-                if check_lm_head(plain, self.temperature, scored.detach(), tokens, mask):
-                    self._klx_checked_heads |= {self._klx_class(model)}
+            tokens, mask = input_ids[:, -logits_to_keep:], args[1][:, -logits_to_keep:]
+            error = lm_head_error(unwrapped(model), self.temperature, scored.detach(), tokens, mask)
+            name = self._klx_class(model).__name__
+            if error is not None and error > LARGEST_HEAD_ERROR:
+                obstacle = f"{name}: the logits rebuilt from its hidden states are off by {error:.3g} nats"
+                self.kl_control.measure_by_k3(obstacle)
+                return output, Scored(output[0])
+            if error is not None:
+                self._klx_checked_heads |= {self._klx_class(model)}
         return output, scored
 
     def _klx_class(self, model: Any) -> type:
@@ -198,14 +208,21 @@ class ForwardPassMixin(_Host):
     @torch.no_grad()
     def _klx_score_reference(self, args: PassArgs, kwargs: PassKwargs) -> Scored:
         """The reference's forward. It ends before the LM head where the exact KL goes through it anyway."""
-        skip = not self._klx_placement.needs_reference_logps and self.args.kl_needs_full and CAN_SKIP_LM_HEAD
-        with self._klx_control.reference.active() as model:
-            # A reference of another architecture has a head that the check of the policy's says nothing about.
-            skip = skip and self._klx_class(model) in self._klx_checked_heads | {self._klx_class(self.model)}
+        control = self._klx_control
+        spares_head = not self._klx_placement.needs_reference_logps and CAN_SKIP_LM_HEAD
+        with control.reference.active() as model:
+            # A reference of another architecture has a head that the check of the policy's says nothing about. And
+            # where `k3` may have to take the place of the exact KL, it needs the log-probs of the first pass.
+            known = self._klx_checked_heads
+            if not control.statistic_is_default:
+                known |= {self._klx_class(self.model)}
+            skip = spares_head and control.needs_full and self._klx_class(model) in known
             with no_lm_head() if skip else narrow_tiles(self.accelerator.device):
                 # Not our own `_klx_forward`: a subclass may add to it what only the policy has.
                 scored = ForwardPassMixin._klx_forward(self, model, args, kwargs, check=not skip)[1].detach()
-        return Scored(None, scored.hidden) if skip else scored
+            # The first pass counts like the following ones, so that a resumed run is the same.
+            counts_alike = spares_head and control.needs_full and self._klx_class(model) in self._klx_checked_heads
+        return Scored(None, scored.hidden) if skip or counts_alike else scored
 
     def _klx_forward_arguments(self, batch: Batch) -> tuple[PassArgs, PassKwargs]:
         """Arguments of TRL's log-prob method for a whole generation batch, in chunks of TRL's own size."""
@@ -221,7 +238,7 @@ class ForwardPassMixin(_Host):
         LM heads of policy and reference, for the exact KL. A head that is sharded is joined once per generation batch,
         unless it is trained: the policy's then changes with every step.
         """
-        if not self.args.kl_needs_full:
+        if not self._klx_control.needs_full:
             return None
         policy = unwrapped(self.model)
         if rollout.policy_head is None or trains_head(policy):

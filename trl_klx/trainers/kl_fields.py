@@ -83,7 +83,8 @@ class KLFields:
             discounted KL from this token on.
         kl_statistic (`str`, *optional*):
             Estimator of the KL that is logged and that drives the controller: `"k3"`, or `"full"`, which is exact for
-            each visited state and so less noisy. If unset, `"k3"`, and `"full"` with `kl_estimator="full"`.
+            each visited state and so less noisy. If unset, `"full"` with the controller `"hold"` (`"k3"` for models
+            whose exact KL cannot be had, with a warning) and with `kl_estimator="full"`, else `"k3"`.
         kl_ignore_tokens (`list`, *optional*):
             Tokens whose KL is neither measured nor penalised: ids, single tokens as strings, or `"eos"` for every
             token that ends a completion.
@@ -189,7 +190,8 @@ class KLFields:
     kl_statistic: str | None = _kl_field(
         None,
         "Estimator of the KL that is logged and that drives the controller: 'k3', or 'full', which is exact for each "
-        "visited state and so less noisy. If unset, 'k3', and 'full' with `kl_estimator='full'`.",
+        "visited state and so less noisy. If unset, 'full' with the controller 'hold' ('k3' for models whose exact KL "
+        "cannot be had, with a warning) and with `kl_estimator='full'`, else 'k3'.",
         KL_STATISTICS,
     )
     kl_ignore_tokens: list[str] | None = _kl_field(
@@ -248,9 +250,13 @@ class KLFields:
         return self.kl_penalty_enabled or self.kl_monitor
 
     @property
-    def kl_needs_full(self) -> bool:
-        """Whether the KL over the whole vocabulary is computed, to be penalised or to be the statistic."""
-        return self.kl_enabled and "full" in (self.kl_estimator, self.kl_statistic)
+    def kl_statistic_name(self) -> str:
+        """The statistic, with the default resolved. `kl_control.statistic` of a trainer knows its model too."""
+        if self.kl_statistic is not None:
+            return self.kl_statistic
+        # What answers every batch gains most from a KL with little noise. The other rules average over many.
+        answers_every_batch = self.kl_penalty_enabled and self.kl_controller_name == "hold"
+        return "full" if answers_every_batch or self.kl_estimator == "full" else "k3"
 
     @property
     def kl_controller_name(self) -> str:

@@ -31,7 +31,7 @@ from torch import nn
 
 from ..checkpoints.integrity import check_checkpoints
 from ..checkpoints.mixin import KLXCheckpointMixin
-from ..control.exact_kl import check_trains_through_head, lm_head
+from ..control.exact_kl import check_trains_through_head, exact_kl_obstacle
 from ..control.forward_pass import has_dropout
 from ..control.metrics import Sums, read_metrics
 from ..control.other_kls import UpdateLimit, check_update_target
@@ -135,8 +135,9 @@ class KLXCoreMixin(
         if self.args.kl_penalty_enabled:
             self._klx_placement = self.args.placement_class(self.args, self.accelerator)
         self._klx_completions = CompletionKLs(self._logs["extra"], self.accelerator)
-        if self.args.kl_needs_full:
-            lm_head(policy, self.temperature)  # refuses a head it cannot do
+        if control.needs_full:
+            if (obstacle := exact_kl_obstacle(policy, control.reference, self.accelerator)) is not None:
+                control.measure_by_k3(obstacle)
             if self._klx_placement.in_loss and self.args.kl_estimator == "full":
                 check_trains_through_head(policy)
         self.add_callback(CountSteps(control))
@@ -342,6 +343,7 @@ class KLXCoreMixin(
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         if self.kl_reference is not None and self.is_world_process_zero():
-            section = describe_kl(self.args, self.kl_reference.description, self.state.log_history)
+            settings = (self.args, self._klx_control.statistic, self.kl_reference.description)
+            section = describe_kl(*settings, self.state.log_history)
             assert self.args.output_dir is not None  # transformers has filled it in
             add_kl_section(os.path.join(self.args.output_dir, "README.md"), section)

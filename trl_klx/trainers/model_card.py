@@ -31,13 +31,15 @@ def add_kl_section(path: str, section: str) -> None:
     card.save(path)
 
 
-def describe_kl(args: Any, reference: dict[str, Any], log_history: list[dict[str, Any]]) -> str:
+def describe_kl(args: Any, statistic: str, reference: dict[str, Any], log_history: list[dict[str, Any]]) -> str:
     """
     Describe a run's KL control: its settings, its reference, and the last KL and coefficient.
 
     Args:
         args ([`KLXConfigMixin`]):
             Config of the run.
+        statistic (`str`):
+            What the KL was measured by.
         reference (`dict`):
             Identity of the reference.
         log_history (`list[dict]`):
@@ -46,7 +48,7 @@ def describe_kl(args: Any, reference: dict[str, Any], log_history: list[dict[str
     Returns:
         `str`: Markdown.
     """
-    rows = [(f"`{name}`", _code(value)) for name, value in _chosen_settings(args).items()]
+    rows = [(f"`{name}`", _code(value)) for name, value in _chosen_settings(args, statistic).items()]
     rows.append(("reference", ", ".join(f"{key} {_code(_shown(value))}" for key, value in reference.items())))
     last = next((entry for entry in reversed(log_history) if entry.get("klx/kl") is not None), None)
     if last is not None:
@@ -59,10 +61,11 @@ def describe_kl(args: Any, reference: dict[str, Any], log_history: list[dict[str
     )
 
 
-def _chosen_settings(args: Any) -> dict[str, str]:
+def _chosen_settings(args: Any, statistic: str) -> dict[str, str]:
     """Return the settings that had an effect: the main ones, and others that differ from their defaults."""
     chosen, own_defaults = {}, {field.name: field.default for field in fields(args)} | args._own_defaults()
     resolved = {"kl_controller": args.kl_controller_name, "kl_penalty_coef": args.kl_init_coef}
+    resolved["kl_statistic"] = statistic
     for field in fields(args):
         value = resolved.get(field.name, getattr(args, field.name))
         if field.name in _MAIN or (field.name.startswith("kl_") and value != own_defaults[field.name]):

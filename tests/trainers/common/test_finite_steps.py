@@ -46,14 +46,14 @@ def build(kind: str, folder, **overrides):
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Replaces one log-prob of the reference in the batches before some steps."""
+    """Replaces one log-prob of the reference in the batches before some steps, or a hidden state if it has none."""
     score = ForwardPassMixin._klx_score_reference
 
     def spoil(value: float, *steps: int) -> None:
         def spoiled(self, args, kwargs):
             scored = score(self, args, kwargs)
             if self.state.global_step + 1 in steps and self.model.training:
-                scored.logps[0, 0] = value
+                (scored.hidden if scored.logps is None else scored.logps)[0, 0] = value
             return scored
 
         monkeypatch.setattr(ForwardPassMixin, "_klx_score_reference", spoiled)

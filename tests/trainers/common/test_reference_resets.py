@@ -98,7 +98,7 @@ def test_a_saved_adapter_of_another_shape_is_refused(tmp_path):
     "settings",
     [
         {"rewards": rising_reward},
-        {"kl_target": 50.0},
+        {"kl_target": 50.0, "kl_statistic": "k3"},
         {"kl_ref_reset_patience": 7},
     ],
     ids=["the reward rises", "the KL is below its target", "too few batches"],

@@ -432,7 +432,7 @@ def test_evaluation_metrics(tmp_path):
     metrics = trainer.evaluate()
     (batch,) = trainer.generated
     assert batch["mode"] == "eval"
-    kl = kl_of_tokens(batch["policy"], build_model(), batch, "k3")
+    kl = kl_of_tokens(batch["policy"], build_model(), batch, "full")
     assert metrics["eval_klx/kl"] == pytest.approx(sum(map(sum, kl)) / len(kl), rel=1e-4)
     assert metrics["eval_klx/coef"] == 0.3 and trainer.kl_controller.value == 0.3
     check_advantages(trainer, build_model(), coefs=[0.3])

@@ -469,10 +469,32 @@ def test_kl_monitor_accepts_what_it_reads_and_nothing_else(config_class, name):
         assert "kl_monitor" not in message
 
 
+@both_configs
+@pytest.mark.parametrize(
+    ("fields", "statistic"),
+    [
+        ({}, "k3"),
+        ({"kl_penalty_coef": 0.1}, "k3"),
+        ({"kl_target": 4.0}, "full"),
+        ({"kl_target": 4.0, "kl_penalty_coef": 0.1}, "full"),
+        ({"kl_target": 4.0, "kl_placement": "loss"}, "full"),
+        ({"kl_target": 4.0, "kl_statistic": "k3"}, "k3"),
+        # Rules of published recipes keep the KL that they had.
+        ({"kl_target": 4.0, "kl_horizon": 100, "kl_penalty_coef": 0.1}, "k3"),
+        ({"kl_target": 4.0, "kl_controller": "pid", "kl_penalty_coef": 0.1}, "k3"),
+        ({"kl_target": 4.0, "kl_monitor": True, "kl_penalty_coef": 0.0}, "k3"),
+    ],
+    ids=str,
+)
+def test_a_target_is_held_by_the_exact_kl_unless_another_rule_is_named(config_class, fields, statistic):
+    config = build(config_class, **fields)
+    assert config.kl_statistic_name == statistic
+    assert config.kl_statistic == fields.get("kl_statistic")  # so that a copy of the config can change the rest
+
+
 def test_kl_monitor_can_measure_the_full_kl_but_no_other_estimator():
-    assert build(kl_monitor=True, kl_estimator="full").kl_statistic == "full"
-    assert build(kl_monitor=True, kl_statistic="full").kl_needs_full
-    assert not build(kl_statistic="k3").kl_needs_full
+    assert build(kl_monitor=True, kl_estimator="full").kl_statistic_name == "full"
+    assert build(kl_monitor=True, kl_statistic="full").kl_statistic_name == "full"
     assert "`kl_statistic='full'` has no effect without a KL penalty" in refusal(kl_statistic="full")
     # With a named statistic, the estimator has no effect.
     assert "`kl_estimator='full'` has no effect" in refusal(kl_monitor=True, kl_estimator="full", kl_statistic="k3")
