@@ -51,3 +51,9 @@ def test_each_row_keeps_its_kl(ranks, micro_batches, tmp_path):
         assert [row[:2] for row in found] == [row[:2] for row in expected]
         assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], abs=1e-5)
         assert sum(row[2] for row in found) / 8 == pytest.approx(rank[f"column-{micro_batches}"]["kl"][0], rel=1e-6)
+
+
+def test_all_processes_fall_back_to_k3_together(ranks):
+    # The second process has no completion to compare.
+    assert [rank["scaled"]["statistic"] for rank in ranks] == ["k3", "k3"]
+    assert ranks[0]["scaled"] == ranks[1]["scaled"] and len(ranks[0]["scaled"]["kl"]) == 2

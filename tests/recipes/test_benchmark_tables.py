@@ -85,7 +85,7 @@ def test_table_of_the_promise(capsys):
     results = promise.Results(None)
     results.add(cases[0], {"kl": [0.0, 2.0] + [4.0] * 7 + [8.0, 4.0, 4.0], "reward": [0.5] * 12})
     results.add(cases[1], {"kl": [0.0, 4.0, 8.0], "reward": [1.0] * 3})
-    promise.show(["default", "exact KL"], cases, results)
+    promise.show(["default", "by k3"], cases, results)
     # The second half is (4, 4, 4, 8, 4, 4): an error of sqrt(1 / 6), a mean of 7 / 6.
     assert capsys.readouterr().out.splitlines()[2:] == ["| default | 0.41 | 2.00 | 1.33 | 1.17 | 5; 3 | 0.500 |"]
 

@@ -1,4 +1,7 @@
-"""In a process group: a callback whose trainer logs a different KL on each rank, and the KL column of completions."""
+"""
+In a process group: a callback whose trainer logs a different KL on each rank, the KL column of completions,
+and a model whose logits only the first process finds to be scaled.
+"""
 
 import gc
 import json
@@ -12,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from trl import GRPOTrainer
 
-from support.tiny import build_trainer, logged, lora, scripted_rollout, trained_lora
+from support.tiny import build_trainer, logged, lora, scaled_logits, scripted_rollout, trained_lora
 from trl_klx import KLXCallback, KLXGRPOTrainer
 
 
@@ -60,4 +63,23 @@ for micro_batches in (1, 2):
         ),
         "kl": logged(trainer, "klx/kl"),
     }
+
+
+def masked_on_the_second(prompts, trainer):
+    completion = [5, 6, 1] if rank == 0 else [5, 6, 7]  # the latter lacks an end
+    return scripted_rollout(prompts, trainer) | {"completion_ids": [completion] * len(prompts)}
+
+
+trainer = build_trainer(
+    KLXGRPOTrainer,
+    f"{folder}/scaled",
+    model=scaled_logits(),
+    extras={"rollout_func": masked_on_the_second},
+    kl_target=0.5,
+    mask_truncated_completions=True,
+    max_steps=2,
+    per_device_train_batch_size=2,
+)
+trainer.train()
+result["scaled"] = {"statistic": trainer.kl_control.statistic, "kl": logged(trainer, "klx/kl")}
 Path(folder, f"rank{rank}.json").write_text(json.dumps(result))

@@ -7,7 +7,14 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    set_seed,
+)
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import utils as trl_utils
 
@@ -105,6 +112,15 @@ def build_trainer(
         train_dataset=build_dataset() if dataset is None else dataset,
         **({"processing_class": build_tokenizer()} | extras),
     )
+
+
+def scaled_logits() -> CohereForCausalLM:
+    """A policy that scales its logits, of which the weights of its LM head say nothing."""
+    like = build_model().config
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {name: getattr(like, name) for name in names}
+    set_seed(0)
+    return CohereForCausalLM(CohereConfig(logit_scale=0.5, initializer_range=0.3, **sizes))
 
 
 def train(trainer_class, output_dir, **settings):

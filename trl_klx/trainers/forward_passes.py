@@ -209,20 +209,19 @@ class ForwardPassMixin(_Host):
     def _klx_score_reference(self, args: PassArgs, kwargs: PassKwargs) -> Scored:
         """The reference's forward. It ends before the LM head where the exact KL goes through it anyway."""
         control = self._klx_control
-        spares_head = not self._klx_placement.needs_reference_logps and CAN_SKIP_LM_HEAD
         with control.reference.active() as model:
-            # A reference of another architecture has a head that the check of the policy's says nothing about. And
-            # where `k3` may have to take the place of the exact KL, it needs the log-probs of the first pass.
-            known = self._klx_checked_heads
-            if not control.statistic_is_default:
-                known |= {self._klx_class(self.model)}
-            skip = spares_head and control.needs_full and self._klx_class(model) in known
+            architecture = self._klx_class(model)
+            # Only the logits of a head that was checked can be rebuilt. Otherwise `k3` may need these log-probs.
+            spared = architecture is self._klx_class(self.model) and control.needs_full and CAN_SKIP_LM_HEAD
+            spared &= not self._klx_placement.needs_reference_logps
+            # If the exact KL was asked for, the check of the policy's own pass is enough: a failure ends the run.
+            skip = spared and (architecture in self._klx_checked_heads or not control.statistic_is_default)
             with no_lm_head() if skip else narrow_tiles(self.accelerator.device):
                 # Not our own `_klx_forward`: a subclass may add to it what only the policy has.
                 scored = ForwardPassMixin._klx_forward(self, model, args, kwargs, check=not skip)[1].detach()
-            # The first pass counts like the following ones, so that a resumed run is the same.
-            counts_alike = spares_head and control.needs_full and self._klx_class(model) in self._klx_checked_heads
-        return Scored(None, scored.hidden) if skip or counts_alike else scored
+        # The first pass, in which the head is checked, counts like the following ones: a resumed run is then the same.
+        unused = skip or (spared and architecture in self._klx_checked_heads)
+        return Scored(None, scored.hidden) if unused else scored
 
     def _klx_forward_arguments(self, batch: Batch) -> tuple[PassArgs, PassKwargs]:
         """Arguments of TRL's log-prob method for a whole generation batch, in chunks of TRL's own size."""

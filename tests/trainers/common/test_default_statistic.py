@@ -3,10 +3,9 @@
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import CohereConfig, CohereForCausalLM
 
 from support.grpo_checks import check_statistic
-from support.tiny import build_model, build_trainer, logged, lora, recording, train
+from support.tiny import build_model, build_trainer, logged, lora, recording, scaled_logits, train
 from support.tiny_ppo import RecordingPPOTrainer, train_ppo
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
 from trl_klx.control.exact_kl import head_obstacle
@@ -14,15 +13,6 @@ from trl_klx.control.exact_kl import head_obstacle
 
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 FALLS_BACK = "`kl_statistic` is unset: the KL is measured by 'k3'"
-
-
-def scaled_logits(seed: int = 0) -> CohereForCausalLM:
-    """A policy that scales its logits, of which the LM head's weights say nothing."""
-    torch.manual_seed(seed)
-    like = build_model().config
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    sizes = {name: getattr(like, name) for name in names}
-    return CohereForCausalLM(CohereConfig(logit_scale=0.5, initializer_range=0.3, **sizes))
 
 
 def warnings_of(caplog) -> list[str]:
@@ -86,21 +76,24 @@ def test_what_is_known_before_the_first_pass(model, obstacle):
 
 @pytest.mark.parametrize("batching", [{}, ACCUMULATED], ids=["one", "accumulated"])
 @pytest.mark.parametrize("placement", ["advantage", "reward", "loss"])
-def test_a_reference_whose_logits_cannot_be_rebuilt_is_measured_by_k3(placement, batching, caplog, tmp_path):
+@pytest.mark.parametrize("scaled", ["policy", "reference"])
+def test_one_model_whose_logits_cannot_be_rebuilt_is_enough(scaled, placement, batching, caplog, tmp_path):
+    policy, reference = (build_model, scaled_logits) if scaled == "reference" else (scaled_logits, build_model)
     trainer = build_trainer(
         recording(KLXGRPOTrainer),
         tmp_path,
+        model=policy(),
         kl_target=20.0,
         kl_placement=placement,
         learning_rate=4e-3,
-        extras={"ref_model": scaled_logits()},
+        extras={"ref_model": reference()},
         **batching,
     )
     assert trainer.kl_control.statistic == "full" and warnings_of(caplog) == []
     trainer.train()
     (warning,) = warnings_of(caplog)
     assert "CohereForCausalLM" in warning
-    check_statistic(trainer, trainer.generated, "k3", scaled_logits())
+    check_statistic(trainer, trainer.generated, "k3", reference())
 
 
 def test_the_card_says_what_was_measured(tmp_path):

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from transformers import CohereConfig, CohereForCausalLM
 from trl import GRPOTrainer
 
 from support.grpo_checks import (
@@ -26,6 +25,7 @@ from support.tiny import (
     logged,
     lora,
     recording,
+    scaled_logits,
     scripted_rollout,
     train,
     trained_lora,
@@ -144,16 +144,11 @@ def test_exact_kl_refuses_logits_that_it_cannot_rebuild(tmp_path):
         completions = [[5, 6, 7]] + [[5, 6, 1]] * (len(prompts) - 1)
         return scripted_rollout(prompts, trainer) | {"completion_ids": completions}
 
-    like = build_model().config
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    model = CohereForCausalLM(
-        CohereConfig(logit_scale=0.5, initializer_range=0.3, **{name: getattr(like, name) for name in names})
-    )
     with pytest.raises(ValueError, match="The 'full' KL cannot be used with CohereForCausalLM"):
         train(
             KLXGRPOTrainer,
             tmp_path,
-            model=model,
+            model=scaled_logits(),
             kl_penalty_coef=0.3,
             kl_statistic="full",
             mask_truncated_completions=True,
