@@ -239,8 +239,8 @@ def _measured(control: "KLControl") -> dict[str, str]:
 
 def _load_control(control: "KLControl", state: dict[str, Any], checkpoint: str) -> None:
     now, then = _measured(control), state.get("measured")
-    if control.statistic_is_default and then == now | {"kl_statistic": "k3"}:
-        control.statistic = "k3"  # the run began with it, and nobody has chosen another one since
+    if control.statistic_is_default and then in [now | {"kl_statistic": known} for known in ("k3", "full")]:
+        control.statistic = then["kl_statistic"]  # the run began with it, and nobody has chosen another one since
         now = then
     if then not in (None, now):
         warnings.warn(

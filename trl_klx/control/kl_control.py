@@ -44,7 +44,8 @@ class KLControl(Steering):
         statistic (`str`, *optional*, defaults to `"k3"`):
             Estimator that is logged and that drives the controller.
         statistic_is_default (`bool`, *optional*, defaults to `False`):
-            Whether nobody chose the statistic, so that `"k3"` may take its place where the exact KL cannot be had.
+            Whether nobody has chosen the statistic. Then `"k3"` takes its place where the exact KL cannot be had, and
+            a resumed run keeps the one that it began with.
         ignored (`tuple[int, ...]`, *optional*, defaults to `()`):
             Tokens whose KL neither counts nor pays.
         stall ([`StallMonitor`], *optional*):
@@ -87,7 +88,7 @@ class KLControl(Steering):
         if not self.statistic_is_default:
             remedy = "Use 'k3' (`kl_estimator`, `kl_statistic`)."
             raise ValueError(f"The 'full' KL cannot be used with {obstacle}. {remedy}")
-        self.statistic = "k3"
+        self.statistic, self.statistic_is_default = "k3", False
         self.logger.warning(
             "`kl_statistic` is unset: the KL is measured by 'k3', which scatters more than 'full', because 'full' "
             f"cannot be used with {obstacle}."

@@ -5,6 +5,7 @@ import torch
 from peft import get_peft_model
 
 from support.grpo_checks import check_statistic
+from support.oracle import kl_of_tokens
 from support.tiny import build_model, build_trainer, logged, lora, recording, scaled_logits, train
 from support.tiny_ppo import RecordingPPOTrainer, train_ppo
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
@@ -114,3 +115,19 @@ def test_a_run_that_began_with_k3_continues_with_it(model, tmp_path, recwarn):
     assert logged(resumed, "klx/kl") == logged(whole, "klx/kl")
     assert logged(resumed, "klx/coef") == logged(whole, "klx/coef")
     assert not [warning for warning in recwarn if "measured otherwise" in str(warning.message)]
+
+
+def test_another_controller_keeps_the_statistic_of_the_run(tmp_path, recwarn):
+    fields = {"kl_target": 0.5, "learning_rate": 4e-3}
+    train(KLXGRPOTrainer, tmp_path, save_strategy="steps", save_steps=2, max_steps=2, **fields)
+    other = {"kl_controller": "adaptive", "kl_penalty_coef": 0.1, "max_steps": 4}
+    resumed = build_trainer(recording(KLXGRPOTrainer), tmp_path / "resumed", **fields, **other)
+    assert resumed.kl_control.statistic == "k3"
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.kl_control.statistic == "full"
+    (batch, _), (*_, kl, _) = resumed.generated, logged(resumed, "klx/kl")
+    expected = kl_of_tokens(batch["policy"], build_model(), batch, "full", resumed.args.temperature)
+    assert kl == pytest.approx(sum(map(sum, expected)) / len(expected), rel=1e-4)
+    messages = [str(warning.message) for warning in recwarn]
+    assert any("The KL controller was changed" in text for text in messages)
+    assert not any("measured otherwise" in text for text in messages)

@@ -71,7 +71,7 @@ def test_log_probs_of_the_sampler_that_are_off(low, high, tmp_path):
     kls, reference = logged(trainer, "klx/kl"), build_model()
     for index in range(0, 60, 10):
         rollout = trainer.generated[index]
-        expected = kl_of_tokens(rollout["policy"], reference, rollout, "k3")
+        expected = kl_of_tokens(rollout["policy"], reference, rollout, "full")
         assert kls[index] == pytest.approx(sum(map(sum, expected)) / len(expected), rel=1e-3, abs=1e-5)
     # `k3` of an error of d nats is about d^2 / 2 for each of the six tokens.
     squares = (low**2 + low * high + high**2) / 3
