@@ -107,7 +107,7 @@ class KLAdviser:
         elif mean < self.target * (1.0 - self.HELD_MEAN):
             remedy = how_to_raise_kl(self.controller)
         else:
-            remedy = "Measure it better: a larger batch, or `kl_statistic='full'`."
+            remedy = "Measure it better: a larger batch, or `kl_statistic='full'` if it is 'k3'."
         return f"KL not held: {numbers}. {remedy}"
 
     def _advise_step(self, batch: BatchMeasurement) -> str | None:

@@ -185,11 +185,12 @@ class KLConfigChecks(KLFields, _Host):
         unset = {"top_k": (0, None), "top_p": (1.0, None), "min_p": (0.0, None)}
         given = [f"`{name}={value!r}`" for name, value in cut.items() if value not in unset[name]]
         if given:
+            remedy = " `kl_statistic='full'` measures the whole distributions on the states that are visited."
+            remedy = "" if self.kl_statistic_name == "full" else remedy
             warnings.warn(
                 f"{' and '.join(given)} cut unlikely tokens from what is sampled, but not from the distributions "
                 "whose KL is measured: on such samples the sampled KL is too low, may be negative with 'k1', and "
-                "tokens that are never sampled are not held. `kl_statistic='full'` measures the whole distributions "
-                "on the states that are visited.",
+                f"tokens that are never sampled are not held.{remedy}",
                 stacklevel=5,
             )
 

@@ -579,6 +579,8 @@ def test_truncated_sampling_warns_once(config_class, fields):
         ((name, value),) = fields.get("generation_kwargs", fields).items()
         assert f"`{name}={value!r}`" in message
         assert "the sampled KL is too low" in message and "`kl_statistic='full'`" in message
+    (message,) = warnings_of(config_class, kl_target=4.0, **fields)
+    assert "the sampled KL is too low" in message and "kl_statistic" not in message  # it is 'full' by default
 
 
 @pytest.mark.parametrize("config_class", CONFIGS)
