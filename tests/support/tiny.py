@@ -115,7 +115,7 @@ def build_trainer(
 
 
 def scaled_logits() -> CohereForCausalLM:
-    """A policy that scales its logits, of which the weights of its LM head say nothing."""
+    """A policy that scales its logits, which the weights of its LM head do not show."""
     like = build_model().config
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes = {name: getattr(like, name) for name in names}

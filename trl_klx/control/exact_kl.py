@@ -101,6 +101,7 @@ def lm_head_error(
         logps = torch.log_softmax(project(scored.hidden[rows]), dim=-1)
         logps = logps.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)  # (1, T)
         error[0] = (logps - scored.logps[rows]).abs()[mask[rows].bool()].median()
+    error = torch.where(error.isfinite(), error, -1.0)  # a NaN proves nothing
     largest = float(gather(error).max())
     return None if largest < 0.0 else largest
 

@@ -44,8 +44,8 @@ class KLControl(Steering):
         statistic (`str`, *optional*, defaults to `"k3"`):
             Estimator that is logged and that drives the controller.
         statistic_is_default (`bool`, *optional*, defaults to `False`):
-            Whether nobody has chosen the statistic. Then `"k3"` takes its place where the exact KL cannot be had, and
-            a resumed run keeps the one that it began with.
+            Whether nobody has chosen the statistic. Then `"k3"` takes its place where the exact KL cannot be
+            computed, and a resumed run keeps the one that it began with.
         ignored (`tuple[int, ...]`, *optional*, defaults to `()`):
             Tokens whose KL neither counts nor pays.
         stall ([`StallMonitor`], *optional*):
@@ -90,7 +90,7 @@ class KLControl(Steering):
             raise ValueError(f"The 'full' KL cannot be used with {obstacle}. {remedy}")
         self.statistic, self.statistic_is_default = "k3", False
         self.logger.warning(
-            "`kl_statistic` is unset: the KL is measured by 'k3', which scatters more than 'full', because 'full' "
+            "`kl_statistic` is unset: the KL is measured by 'k3', which is noisier than 'full', because 'full' "
             f"cannot be used with {obstacle}."
         )
 

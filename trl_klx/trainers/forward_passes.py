@@ -60,8 +60,8 @@ class ForwardPassMixin(_Host):
     kl_control: KLControl | None = None
     # Who looks at the policy's forward passes that TRL makes.
     _klx_watcher: Callable[[Scored], None] | None = None
-    # Classes of models whose LM heads were found to give TRL's log-probs.
-    _klx_checked_heads: frozenset[type] = frozenset()
+    # Models whose LM heads were found to give TRL's log-probs, by their configs: an adapter shares that of the policy.
+    _klx_checked_heads: frozenset[int] = frozenset()
     _klx_placement: Placement
     # Whether there are reward functions.
     _klx_rewarded = True
@@ -180,22 +180,28 @@ class ForwardPassMixin(_Host):
         input_ids, logits_to_keep = args[0], args[2]
         with captured_hidden(unwrapped(model), logits_to_keep) as hidden:
             output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        name = self._klx_class(model).__name__
+        if not hidden:
+            self.kl_control.measure_by_k3(f"{name}, whose forward pass goes around its backbone")
+            return output, Scored(output[0])
         scored = Scored(output[0], torch.cat(hidden))
-        if check and self._klx_class(model) not in self._klx_checked_heads:
+        if check and self._klx_config_id(model) not in self._klx_checked_heads:
             tokens, mask = input_ids[:, -logits_to_keep:], args[1][:, -logits_to_keep:]
             error = lm_head_error(unwrapped(model), self.temperature, scored.detach(), tokens, mask)
-            name = self._klx_class(model).__name__
             if error is not None and error > LARGEST_HEAD_ERROR:
                 obstacle = f"{name}: the logits rebuilt from its hidden states are off by {error:.3g} nats"
                 self.kl_control.measure_by_k3(obstacle)
                 return output, Scored(output[0])
             if error is not None:
-                self._klx_checked_heads |= {self._klx_class(model)}
+                self._klx_checked_heads |= {self._klx_config_id(model)}
         return output, scored
 
     def _klx_class(self, model: Any) -> type:
         """The architecture of a model."""
         return type(causal_lm(unwrapped(model)))
+
+    def _klx_config_id(self, model: Any) -> int:
+        return id(causal_lm(unwrapped(model)).config)
 
     @torch.no_grad()
     def _klx_score_policy(self, args: PassArgs, kwargs: PassKwargs) -> Scored:
@@ -210,17 +216,19 @@ class ForwardPassMixin(_Host):
         """The reference's forward. It ends before the LM head where the exact KL goes through it anyway."""
         control = self._klx_control
         with control.reference.active() as model:
-            architecture = self._klx_class(model)
+            head = self._klx_config_id(model)
             # Only the logits of a head that was checked can be rebuilt. Otherwise `k3` may need these log-probs.
-            spared = architecture is self._klx_class(self.model) and control.needs_full and CAN_SKIP_LM_HEAD
+            spared = self._klx_class(model) is self._klx_class(self.model) and control.needs_full and CAN_SKIP_LM_HEAD
             spared &= not self._klx_placement.needs_reference_logps
-            # If the exact KL was asked for, the check of the policy's own pass is enough: a failure ends the run.
-            skip = spared and (architecture in self._klx_checked_heads or not control.statistic_is_default)
+            # If the exact KL was asked for, the check of the policy's own pass is enough for a state of the policy: a
+            # failure ends the run.
+            asked_for = control.reference.identity["kind"] != "model" and not control.statistic_is_default
+            skip = spared and (asked_for or head in self._klx_checked_heads)
             with no_lm_head() if skip else narrow_tiles(self.accelerator.device):
                 # Not our own `_klx_forward`: a subclass may add to it what only the policy has.
                 scored = ForwardPassMixin._klx_forward(self, model, args, kwargs, check=not skip)[1].detach()
         # The first pass, in which the head is checked, counts like the following ones: a resumed run is then the same.
-        unused = skip or (spared and architecture in self._klx_checked_heads)
+        unused = skip or (spared and head in self._klx_checked_heads)
         return Scored(None, scored.hidden) if unused else scored
 
     def _klx_forward_arguments(self, batch: Batch) -> tuple[PassArgs, PassKwargs]:

@@ -1,5 +1,7 @@
 """A target is held by the exact KL, unless the model does not allow it."""
 
+import math
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -9,7 +11,8 @@ from support.oracle import kl_of_tokens
 from support.tiny import build_model, build_trainer, logged, lora, recording, scaled_logits, train
 from support.tiny_ppo import RecordingPPOTrainer, train_ppo
 from trl_klx import KLXGRPOTrainer, KLXRLOOTrainer
-from trl_klx.control.exact_kl import head_obstacle
+from trl_klx.control.exact_kl import head_obstacle, lm_head_error
+from trl_klx.control.rollout import Scored
 
 
 ACCUMULATED = {"gradient_accumulation_steps": 2}
@@ -95,6 +98,26 @@ def test_one_model_whose_logits_cannot_be_rebuilt_is_enough(scaled, placement, b
     (warning,) = warnings_of(caplog)
     assert "CohereForCausalLM" in warning
     check_statistic(trainer, trainer.generated, "k3", reference())
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "fields"), [(KLXGRPOTrainer, {}), (KLXGRPOTrainer, {"num_iterations": 2}), (KLXRLOOTrainer, {})]
+)
+def test_a_reference_of_the_same_class_is_checked_too(trainer_class, fields, caplog, tmp_path):
+    """Some of these score the policy first, whose head shows its logits."""
+    policy = scaled_logits()
+    policy.logit_scale = policy.config.logit_scale = 1.0
+    extras = {"ref_model": scaled_logits()}
+    trainer = train(recording(trainer_class), tmp_path, model=policy, kl_target=20.0, extras=extras, **fields)
+    assert len(warnings_of(caplog)) == 1
+    check_statistic(trainer, trainer.generated, "k3", scaled_logits())
+
+
+def test_a_nan_proves_nothing():
+    model, tokens, mask = build_model(), torch.tensor([[5, 6]]), torch.ones(1, 2)
+    hidden = torch.full((1, 2, model.config.hidden_size), math.nan)
+    assert lm_head_error(model, 1.0, Scored(torch.zeros(1, 2), hidden), tokens, mask) is None
+    assert lm_head_error(model, 1.0, Scored(torch.zeros(1, 2), 0.0 * hidden.nan_to_num()), tokens, mask) > 1.0
 
 
 def test_the_card_says_what_was_measured(tmp_path):
