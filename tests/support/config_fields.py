@@ -24,7 +24,7 @@ FIELDS = {
     "kl_estimator": ("k1", "importance"),
     "kl_centering": ("batch", "group"),
     "kl_discount": (0.0, 0.9),
-    "kl_statistic": ("k3", "full"),
+    "kl_statistic": (None, "full"),
     "kl_ignore_tokens": (None, ["eos", 5]),
     "kl_update_target": (None, 0.5),
     "kl_controller": (None, "fixed"),
