@@ -38,6 +38,20 @@ def test_follows_what_the_docs_name(case, tmp_path):
         assert scale == pytest.approx(promise.factor, rel=1e-4)
 
 
+@pytest.mark.parametrize("fields", [{}, {"kl_ignore_tokens": ["eos"]}, {"kl_estimator": "importance"}], ids=str)
+def test_what_later_tokens_were_expected_to_pay_leaves_the_gradient_as_it_is(fields, tmp_path):
+    trainer_class, settings = TRAINERS["PPO"]
+    fields = {"kl_penalty_coef": 1.0, "max_steps": 2, "lam": 0.7} | settings | fields
+    sampled, expected = (
+        recorded_steps(trainer_class, tmp_path / statistic, kl_statistic=statistic, **fields)
+        for statistic in ("k3", "full")
+    )
+    for one, other in zip(sampled, expected, strict=True):
+        cosine, scale = cosine_and_scale(other.gradient, one.gradient)
+        assert cosine == pytest.approx(1.0, abs=1e-6)
+        assert scale == pytest.approx(1.0, rel=1e-4)
+
+
 def test_on_policy_a_charge_has_the_gradient_of_the_kl_it_is_named_after():
     weight = build_policy().lm_head.weight.detach().double()
     exact = Exact(weight, weight)

@@ -319,7 +319,7 @@ def test_kl_that_is_not_a_number_changes_nothing(trainer, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rollout, nothing = run.kl_control.begin(), torch.full((2, 3), math.nan)
-        run.kl_control.add(rollout, TokenKL(nothing, nothing, nothing), torch.ones(2, 3, dtype=torch.bool))
+        run.kl_control.add(rollout, TokenKL(nothing, nothing, nothing, nothing), torch.ones(2, 3, dtype=torch.bool))
         run.kl_control.finish(rollout, reduce=lambda sums: sums, train=True)
     assert run.kl_control.state_dict() == before
     assert any("got a KL of nan" in str(warning.message) for warning in caught)

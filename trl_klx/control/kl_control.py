@@ -158,7 +158,10 @@ class KLControl(Steering):
                 return full.detach()
             return estimate_kl(policy_logps, reference_logps, kind)
 
-        return TokenKL(by(self.estimator), by(self.statistic), by("k1"))
+        # Over the whole vocabulary, the mean of `k1` is the exact KL. Ignored tokens pay nothing, and change the mean.
+        knows_mean = full is not None and self.estimator == "k1" and not self.ignored
+        expected = by("full" if knows_mean else self.estimator)
+        return TokenKL(by(self.estimator), by(self.statistic), by("k1"), expected)
 
     @torch.no_grad()
     def add(

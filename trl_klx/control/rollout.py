@@ -9,10 +9,11 @@ must follow them through TRL's shuffling and splitting, so it travels in TRL's b
 | `klx_ref_logps` | `(B, T)` | log-probs of the reference, for the loss |
 | `klx_ref_hidden` | `(B, T, H)` | hidden states of the reference, for the exact KL in the loss |
 | `klx_old_logps` | `(B, T)` | RLOO: log-probs of the policy that sampled; TRL keeps only their sum |
-| `klx_measured` | `(B, T, 3)` | the measured [`TokenKL`], until a micro-batch can be centered |
+| `klx_measured` | `(B, T, 4)` | the measured [`TokenKL`], until a micro-batch can be centered |
 | `klx_group` | `(B,)` | number of the completion's group |
 | `klx_adjustment` | `(B, T)` | what the penalty adds to the advantages, where it is not added there |
 | `klx_penalty` | `(B, T)` | PPO: coefficient times KL, until rewards are shaped |
+| `klx_expected` | `(B, T)` | PPO: the same, as it was to be expected before the token was sampled |
 | `klx_row` | `(B,)` | row in the table of completions |
 | `klx_exact_kl` | three `(B, T)` | exact KL and log-probs of the loss's own pass; only within the loss |
 """
@@ -70,13 +71,15 @@ class Pull(NamedTuple):
 
 class TokenKL(NamedTuple):
     """
-    The KL of each token, `(B, T)`, three ways: by the estimator that is penalised, by that of the statistic, and by
-    `k1`.
+    The KL of each token, `(B, T)`, four ways: by the estimator that is penalised, by that of the statistic, by `k1`,
+    and as the mean of what is penalised over all tokens that might have been sampled there. Where that mean is not
+    known, the last one is what is penalised.
     """
 
     penalised: torch.Tensor
     statistic: torch.Tensor
     k1: torch.Tensor
+    expected: torch.Tensor
 
 
 @dataclass

@@ -38,8 +38,9 @@ class PPOPullMixin(_Host):
             return Pull(self._ppo_whiten(advantages, mask))
         # The estimation is linear, so a penalty in the rewards reaches the advantages as a reward without values
         # would. Whitening divides both by the same number.
-        paid = torch.where(counted, kl.penalised, 0.0)
-        charged, _ = compute_gae(paid, torch.zeros_like(paid), mask, args.gamma, args.lam)
+        paid, expected = (torch.where(counted, part, 0.0) for part in (kl.penalised, kl.expected))
+        charged, _ = compute_gae(expected, torch.zeros_like(paid), mask, args.gamma, args.lam)
+        charged = charged + paid - expected
         moments = torch.stack([masked_moments(part, mask) for part in (advantages, charged)])
         count, total, _ = self.accelerator.reduce(moments, reduction="sum").unbind(dim=1)
         means = (total / count.clamp(min=1.0)).to(advantages.dtype)

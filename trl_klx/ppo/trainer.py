@@ -255,11 +255,15 @@ class KLXPPOTrainer(PPOCheckpointMixin, CriticMixin, PPOPullMixin, ScoringMixin,
         scores, scorable, rows = batch.pop("ppo_scores"), batch.pop("ppo_scorable"), batch.pop("ppo_rows")
         mask = self._klx_generated(batch) & scorable.unsqueeze(1)
         penalty = batch.pop("klx_penalty", torch.zeros_like(values))
-        rewards = shape_rewards(scores, penalty, mask, 1.0)  # (B, T)
+        expected = batch.pop("klx_expected", penalty)
         non_score = -(penalty * mask).sum(1)
+        if args.whiten_rewards:
+            expected = penalty  # rewards are whitened as they were sampled
+        rewards = shape_rewards(scores, expected, mask, 1.0)  # (B, T)
         if args.whiten_rewards:
             rewards = self._ppo_whiten(rewards, mask, shift_mean=False)
         advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.lam)
+        advantages = advantages + (expected - penalty) * mask  # each token pays for itself what was sampled
         if args.whiten_advantages:
             advantages = self._ppo_whiten(advantages, mask)
         if "klx_adjustment" in batch:

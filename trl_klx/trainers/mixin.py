@@ -231,7 +231,7 @@ class KLXCoreMixin(
             self._klx_apply(batch, rollout, kl)
             return
         if kl is not None:
-            batch["klx_measured"] = torch.stack(kl, dim=-1)  # (B, T, 3)
+            batch["klx_measured"] = torch.stack(kl, dim=-1)  # (B, T, 4)
         rollout.deferred, rollout.pending = True, micro_batches
         # Several micro-batches: the first one gets its penalty before the last one is counted.
         rollout.undecided &= micro_batches == 1

@@ -18,7 +18,7 @@ class PullPPOTrainer(KLXPPOTrainer):
 
     def _klx_pull(self, batch, rollout, kl, mask):
         pull = super()._klx_pull(batch, rollout, kl, mask)
-        self.pulls.append((pull, kl.k1.clone(), mask.clone(), rollout.coef))
+        self.pulls.append((pull, kl, mask.clone(), rollout.coef))
         return pull
 
     def _ppo_estimate(self, batch, values):
@@ -36,17 +36,46 @@ def train(tmp_path, **fields) -> PullPPOTrainer:
 ONE_PASS = {"num_ppo_epochs": 1, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 
 
+@pytest.mark.parametrize("statistic", ["k3", "full"])
 @pytest.mark.parametrize("fields", [{}, ONE_PASS], ids=["two epochs", "one pass"])
-def test_drive_less_the_drag_is_what_the_policy_is_trained_on(fields, tmp_path):
-    trainer = train(tmp_path, whiten_advantages=False, **fields)
+def test_drive_less_the_drag_is_what_the_policy_is_trained_on(fields, statistic, tmp_path):
+    trainer = train(tmp_path, whiten_advantages=False, kl_statistic=statistic, **fields)
     moved = 0
-    for (pull, k1, mask, coef), batch in zip(trainer.pulls, trainer.batches, strict=True):
+    for (pull, kl, mask, coef), batch in zip(trainer.pulls, trainer.batches, strict=True):
         whole = torch.where(mask, batch["advantages"], 0.0)
         whole = torch.where(mask, whole - whole.sum() / mask.sum(), 0.0)
         expected = pull.advantages - coef * pull.charged
         assert torch.allclose(expected, whole, atol=1e-4)
-        moved += bool((k1 * mask).abs().max() > 1e-3)
+        moved += bool((kl.k1 * mask).abs().max() > 1e-3)
     assert moved > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "later"),
+    [
+        ({"kl_statistic": "full"}, "statistic"),
+        ({"kl_statistic": "k3"}, "penalised"),
+        ({"kl_statistic": "full", "kl_estimator": "importance"}, "penalised"),
+        ({"kl_statistic": "full", "kl_ignore_tokens": [5]}, "penalised"),
+    ],
+    ids=str,
+)
+def test_a_token_pays_what_was_sampled_and_for_later_ones_what_was_to_be_expected(fields, later, tmp_path):
+    trainer = train(tmp_path, gamma=1.0, lam=1.0, **fields)
+    for pull, kl, mask, _ in trainer.pulls:
+        own, after = (torch.where(mask, part, 0.0) for part in (kl.penalised, getattr(kl, later)))
+        to_go = after.flip(1).cumsum(1).flip(1) - after  # of the tokens after each
+        difference = (pull.charged - own - to_go)[mask]
+        assert torch.allclose(difference, difference.mean(), atol=1e-5)  # it is centered
+    assert any((kl.penalised - kl.statistic)[mask].abs().max() > 1e-3 for _, kl, mask, _ in trainer.pulls)
+
+
+def test_whitened_rewards_are_those_that_were_sampled(tmp_path):
+    by_k3, exact = (
+        train(tmp_path / statistic, whiten_rewards=True, kl_statistic=statistic) for statistic in ("k3", "full")
+    )
+    for one, other in zip(by_k3.batches, exact.batches, strict=True):
+        assert torch.allclose(one["advantages"], other["advantages"], atol=1e-4)
 
 
 def test_dropout_is_no_reason_to_show_nothing(tmp_path):

@@ -112,7 +112,7 @@ def test_drive_and_drag():
     # and -1/2: mean -1/2, error 0. The drags are ln 2 (1/2 + 1) and ln 2 / 2: mean ln 2.
     k1 = math.log(2) * torch.tensor([[1.0, -1.0], [1.0, -9.0]])
     mask = torch.tensor([[True, True], [True, False]])
-    seen = seen_by_the_controller(TokenKL(k1, k1.abs(), k1), mask, Pull(torch.tensor([1.0, -1.0])))
+    seen = seen_by_the_controller(TokenKL(k1, k1.abs(), k1, k1), mask, Pull(torch.tensor([1.0, -1.0])))
     assert (seen.drive, seen.drag) == pytest.approx((-0.5, math.log(2)), abs=1e-6)
     assert seen.drive_error == pytest.approx(0.0, abs=1e-6)
 
@@ -126,7 +126,7 @@ def test_a_baseline_that_is_wrong_drives_nothing():
     k1, offset = k1.reshape(-1, 1), torch.tensor([[3.0], [-1.0]]).expand(2, 4).reshape(-1, 1)
     advantages = torch.linspace(-1.0, 1.0, 8).unsqueeze(1)
     plain, shifted = (
-        seen_by_the_controller(TokenKL(k1, k1.abs(), k1), torch.ones(8, 1).bool(), Pull(one, k1 + two))
+        seen_by_the_controller(TokenKL(k1, k1.abs(), k1, k1), torch.ones(8, 1).bool(), Pull(one, k1 + two))
         for one, two in ((advantages, 0.0), (advantages + offset, offset))
     )
     assert (shifted.drive, shifted.drag) == pytest.approx((plain.drive, plain.drag), abs=1e-6)
@@ -134,10 +134,10 @@ def test_a_baseline_that_is_wrong_drives_nothing():
 
 @pytest.mark.parametrize("estimator", sorted(FORMULAS))
 @pytest.mark.parametrize("statistic", ["k3", "k2"])
-def test_measure_gives_penalty_statistic_and_k1(estimator, statistic):
+def test_measure_gives_penalty_statistic_k1_and_expectation(estimator, statistic):
     policy, reference, _ = two_passes()
     kl = build_control(estimator=estimator, statistic=statistic).measure(policy, reference)
-    for tensor, kind in zip(kl, (estimator, statistic, "k1"), strict=True):
+    for tensor, kind in zip(kl, (estimator, statistic, "k1", estimator), strict=True):
         rows = zip(policy.logps.tolist(), reference.logps.tolist(), strict=True)
         expected = [[FORMULAS[kind](p - r) for p, r in zip(*row, strict=True)] for row in rows]
         torch.testing.assert_close(tensor, torch.tensor(expected), rtol=1e-5, atol=1e-6)
@@ -484,7 +484,8 @@ def test_reward_placement_of_tokens(estimator):
     placement = place("ppo", "reward", kl_estimator=estimator)
     batch, kl, mask, plain, _ = measured(estimator)
     placement.apply(batch, placement.charge(batch, kl, mask), 0.3)
-    torch.testing.assert_close(batch["klx_penalty"], 0.3 * torch.tensor(plain))
+    for name in ("klx_penalty", "klx_expected"):
+        torch.testing.assert_close(batch[name], 0.3 * torch.tensor(plain))
 
 
 @pytest.mark.parametrize("old", [None, "old_per_token_logps", "klx_old_logps"])

@@ -68,12 +68,16 @@ class RLOOReward(SequenceRewardPlacement):
 
 @register_placement("reward", "ppo")
 class PPOReward(ScorePlacement):
-    """A reward of `-coef * kl_t` for each token, before the advantages are estimated."""
+    """
+    A reward of `-coef * kl_t` for each token, before the advantages are estimated. A token pays for what follows it
+    too. Where the mean of what a later token pays is known, it takes the place of what was sampled, which scatters
+    more.
+    """
 
     in_token_rewards = True
 
     def charge(self, batch: Batch, kl: TokenKL, mask: torch.Tensor) -> torch.Tensor:
-        return torch.where(mask, kl.penalised, 0.0)
+        return torch.where(mask.unsqueeze(-1), torch.stack([kl.penalised, kl.expected], dim=-1), 0.0)  # (B, T, 2)
 
     def apply(self, batch: Batch, charge: torch.Tensor, coef: float) -> None:
-        batch["klx_penalty"] = coef * charge
+        batch["klx_penalty"], batch["klx_expected"] = (coef * charge).unbind(-1)
