@@ -84,7 +84,8 @@ class KLFields:
         kl_statistic (`str`, *optional*):
             Estimator of the KL that is logged and that drives the controller: `"k3"`, or `"full"`, which is exact for
             each visited state and so less noisy. If unset, `"full"` with the controller `"hold"` (`"k3"` for models
-            whose exact KL cannot be computed, with a warning) and with `kl_estimator="full"`, else `"k3"`.
+            whose exact KL cannot be computed, with a warning) and with `kl_estimator="full"`, else `"k3"`. With
+            `"full"`, a penalty in PPO's rewards charges a token the exact KL for those after it, which is less noisy.
         kl_ignore_tokens (`list`, *optional*):
             Tokens whose KL is neither measured nor penalised: ids, single tokens as strings, or `"eos"` for every
             token that ends a completion.
@@ -191,7 +192,8 @@ class KLFields:
         None,
         "Estimator of the KL that is logged and that drives the controller: 'k3', or 'full', which is exact for each "
         "visited state and so less noisy. If unset, 'full' with the controller 'hold' ('k3' for models whose exact KL "
-        "cannot be computed, with a warning) and with `kl_estimator='full'`, else 'k3'.",
+        "cannot be computed, with a warning) and with `kl_estimator='full'`, else 'k3'. With 'full', a penalty in "
+        "PPO's rewards charges a token the exact KL for those after it, which is less noisy.",
         KL_STATISTICS,
     )
     kl_ignore_tokens: list[str] | None = _kl_field(
