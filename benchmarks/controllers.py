@@ -68,6 +68,7 @@ COMPLETIONS = {"stories": 150 * 32, "embedded-grpo": 70 * 128, "embedded-ppo": 7
 FIXED = {
     "stories-grpo-4-steps": (0.3, 0.8, 1.2),
     "stories": (0.1, 0.2, 0.25, 0.3, 0.4),
+    "embedded-ppo-4-epochs": (0.15, 0.8, 1.6),
     "embedded": (0.05, 0.15, 0.25, 0.4),
 }
 

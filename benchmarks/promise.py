@@ -58,6 +58,7 @@ SETUPS = {
     "4 steps per rollout": {"num_iterations": 4},
     "8 steps per rollout": {"num_iterations": 8},
     "8 steps per rollout, guarded": {"num_iterations": 8, "kl_lr_guard": True},
+    "8 steps per rollout, exact in the loss": {"num_iterations": 8, "kl_placement": "loss", "kl_estimator": "full"},
     "4 mini-batches": {"steps_per_generation": 4, "per_device_train_batch_size": 8},
     "4 rollouts per step": {
         "gradient_accumulation_steps": 4,
@@ -78,6 +79,7 @@ NO_FREE_RUN = {
     "from 10 x the target": None,
     "PPO, 4 epochs, guarded": "PPO, 4 epochs",
     "8 steps per rollout, guarded": "8 steps per rollout",
+    "8 steps per rollout, exact in the loss": "8 steps per rollout",
 } | dict.fromkeys(SAME_WHEN_FREE, "default")
 
 

@@ -279,6 +279,7 @@ def set_up(script_args: HHScriptArguments, training_args: KLXPPOConfig, model_ar
         raise ValueError("Set --model_name_or_path and --reward_model_path together, or neither for the default.")
     default = None
     if path is None:
+        torch.set_num_threads(1)  # more are slower on models this small, and the run without a penalty needs a core
         say("[1/4] Dialogues, tokenizer, policy (SFT) and reward model")
         assets = prepare_default_for_launch(script_args.cache_dir, quick=script_args.quick)
         say(

@@ -473,4 +473,5 @@ def prepare_default_for_launch(cache_dir: str | os.PathLike[str], quick: bool = 
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # more are slower on models this small
     prepare_default(sys.argv[1], seed=int(sys.argv[2]), quick="--quick" in sys.argv[3:])
