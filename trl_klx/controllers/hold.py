@@ -45,8 +45,8 @@ class HoldKLController(KLController):
 
     Three rules bound it. Above the target, unless momentum alone carries the KL down to it, neither the coefficient
     nor `hold` falls, and `hold` grows. A KL of exactly 0, a batch without any drive and a learning rate of 0 teach
-    nothing. Several rollouts of the same weights are one measurement: they sharpen the estimate, and the coefficient
-    stays.
+    nothing. Several rollouts of the same weights are one measurement: they sharpen the estimate, the coefficient
+    stays, and their step has the noise of their mean.
 
     Call [`~KLController.observe`] with everything you know about a batch. `update(kl, n_steps)` works too: it assumes
     one optimizer step at a constant learning rate, and finds `hold` from the KL alone, which takes longer.
@@ -118,6 +118,7 @@ class HoldKLController(KLController):
     def _next(self, kl: float, n_steps: float) -> float:
         assert self.target is not None
         batch = self._batch or BatchMeasurement(kl, n_steps)
+        self._state = self._state.after_rollout(stepped=batch.optimizer_steps > 0)
         if kl == 0.0:
             if self._state.distance is None:
                 self._state = replace(self._state, distance=0.0)  # the run starts at its reference
@@ -167,7 +168,7 @@ class HoldKLController(KLController):
         share = k.usual_diffusion
         if state.drive_variance is not None and state.free_speed is not None:
             way = state.free_speed * state.rate * max(state.steps, 1.0)
-            share = min(k.diffusion * way * state.drive_variance / drive**2, k.most_diffusion)
+            share = min(k.diffusion * way * state.drive_variance / state.rollouts / drive**2, k.most_diffusion)
         return max(drive / state.drag * (1.0 + share) * safe_exp(state.bias), self.min_coef)
 
     def _drive(self, state: HoldKLControllerState) -> float:

@@ -164,9 +164,10 @@ class HoldKLControllerState(KLControllerState):
     estimate from drive and drag. `drive`, `drag` and `drive_variance`, the squared error of the former, are means of
     what the batches showed, scaled to the target; `batches` is how many, and `completions` the size of the last. `c..`
     is the covariance of distance, speed, bias and the logarithm of the free speed. `noise` is the mean squared
-    relative noise of the KL. `steps` and `rate` are the optimizer steps of the last rollout and their learning rate;
-    `age` counts the steps since the first move. `acting` is the coefficient that the batch measured last had been
-    given before it was measured, and that its steps follow; `None` if they follow `value`. `streak` is the mean
+    relative noise of the KL. `rollouts` is how many the last optimizer step learned from, and `waiting` how many have
+    been measured for the next one. `steps` and `rate` are the optimizer steps of the last rollout and their learning
+    rate; `age` counts the steps since the first move. `acting` is the coefficient that the batch measured last had
+    been given before it was measured, and that its steps follow; `None` if they follow `value`. `streak` is the mean
     surprise of the last batches, in units of the standard deviation that the filter expects.
     """
 
@@ -193,6 +194,8 @@ class HoldKLControllerState(KLControllerState):
         "c23": (-1e12, 1e12),
         "c33": (-1e-9, 1e12),
         "noise": (1e-12, 1e12),
+        "rollouts": (1.0, 1e6),
+        "waiting": (0.0, 1e6),
         "steps": (0.0, 1e6),
         "rate": (1e-30, 1e30),
         "live": (0.0, 1.0),
@@ -222,6 +225,8 @@ class HoldKLControllerState(KLControllerState):
     c23: float = 0.0
     c33: float = 0.0
     noise: float | None = None
+    rollouts: float = 1.0
+    waiting: float = 0.0
     steps: float = 1.0
     rate: float = 1.0
     live: float = 1.0
@@ -237,6 +242,12 @@ class HoldKLControllerState(KLControllerState):
             (self.c02, self.c12, self.c22, self.c23),
             (self.c03, self.c13, self.c23, self.c33),
         )
+
+    def after_rollout(self, stepped: bool) -> "HoldKLControllerState":
+        """The state with one more rollout counted. If `stepped`, it is the first that the next step learns from."""
+        if not stepped:
+            return replace(self, waiting=self.waiting + 1.0)
+        return replace(self, waiting=1.0, rollouts=max(self.waiting, 1.0))
 
     def with_bias_spread(self, most: float) -> "HoldKLControllerState":
         """The state with a bias that is known to this standard deviation, if it was known less well."""

@@ -331,8 +331,8 @@ class TestFreezing:
         state = controller.state_dict()
         for _ in range(50):
             controller.observe(BatchMeasurement(0.0, 32, 1, 1e-4, 0.0, 0.0, 0.0))
-        # But for where the run starts.
-        assert controller.state_dict() == state | {"distance": 0.0}
+        # But for where the run starts, and how many rollouts the next step learns from.
+        assert controller.state_dict() == state | {"distance": 0.0, "waiting": 1.0}
         follow(controller, Plant(), 20)
         state = controller.state_dict()
         controller.observe(BatchMeasurement(0.0, 32, 1, 1e-4, 0.0, 0.0, 0.0))
@@ -401,6 +401,26 @@ class TestFreezing:
             controller.observe(plant.measure(0))
         assert controller.value == value
         assert controller.state_dict()["c00"] < spread
+
+    @pytest.mark.parametrize("kl", [0.0, 1e-4])
+    def test_a_step_has_the_noise_of_the_mean_of_its_rollouts(self, kl):
+        """Four rollouts of 8 completions, or one of 32 with half their error: a step is as noisy."""
+
+        def hold(rollouts):
+            controller = build()
+            for batch in range(4 * 20):
+                step, rest = divmod(batch, rollouts)
+                now = TARGET * min(step / 10, 1.0) ** 2 if step else kl
+                drive, drag = math.sqrt(TARGET * now), 2.0 * now
+                error = math.sqrt(rollouts) * 0.3 * drive
+                steps = float(step > 0 and rest == 0)
+                controller.observe(BatchMeasurement(now, 32 / rollouts, steps, 1.0, drive, drag, 0.05 * now, error))
+                if step == 20:
+                    break
+            unbiased = replace(controller._state, bias=0.0, free_speed=0.1, fastest=0.1)
+            return controller._hold(unbiased)
+
+        assert hold(4) == pytest.approx(hold(1), rel=0.1)
 
 
 class TestInterface:
