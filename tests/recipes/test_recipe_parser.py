@@ -77,7 +77,7 @@ def test_quick_is_quick_unless_told_otherwise():
     assert (training_args.max_steps, training_args.per_device_train_batch_size, script_args.samples) == (3, 16, 2)
     for arguments in ([], ["--quick=False"], ["--quick", "false"]):
         script_args, training_args, _ = ppo_hh.parse(arguments)
-        assert training_args.max_steps == 48 and script_args.samples == 3 and not script_args.quick
+        assert training_args.max_steps == 40 and script_args.samples == 3 and not script_args.quick
     script_args, training_args, _ = kl_lab.parse(
         kl_lab.with_defaults(["--quick", "--kl_penalty_coef=1"], sweep_kl_coef.DEFAULT_CONFIG),
         sweep_kl_coef.SweepArguments,
