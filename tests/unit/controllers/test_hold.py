@@ -408,15 +408,13 @@ class TestFreezing:
 
         def hold(rollouts):
             controller = build()
-            for batch in range(4 * 20):
+            for batch in range(20 * rollouts + 1):
                 step, rest = divmod(batch, rollouts)
                 now = TARGET * min(step / 10, 1.0) ** 2 if step else kl
                 drive, drag = math.sqrt(TARGET * now), 2.0 * now
                 error = math.sqrt(rollouts) * 0.3 * drive
                 steps = float(step > 0 and rest == 0)
                 controller.observe(BatchMeasurement(now, 32 / rollouts, steps, 1.0, drive, drag, 0.05 * now, error))
-                if step == 20:
-                    break
             unbiased = replace(controller._state, bias=0.0, free_speed=0.1, fastest=0.1)
             return controller._hold(unbiased)
 
