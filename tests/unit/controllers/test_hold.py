@@ -1,14 +1,15 @@
 import json
 import math
-import random
 from dataclasses import replace
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 from trl_klx import BatchMeasurement, HoldKLController, KLController, get_kl_controller
 from trl_klx.controllers.advice import KLAdviser
-from trl_klx.controllers.hold_state import HoldConstants
+from trl_klx.controllers.hold_motion import coast
+from trl_klx.controllers.hold_state import HoldConstants, HoldKLControllerState
 from trl_klx.controllers.lr_guard import lr_guard_factor
 from trl_klx.controllers.tracking_error import relative_rms_error
 
@@ -18,47 +19,53 @@ TARGET = 4.0
 
 class Plant:
     """
-    A policy as the controller sees it: a constant drive, a drag proportional to coefficient and distance, Adam's
-    momentum, and a KL with relative noise. `hold` is the coefficient that holds it at the target.
+    A policy as the controller sees it: a point in a space of many directions, at `x` from its reference. The reward
+    pushes it in one of them, the penalty pulls it back, and gradient noise moves it in all of them, each through
+    Adam's momentum. `speed` is the length of one step's noise, and `hold` the coefficient that holds it at the target.
     """
 
-    def __init__(self, speed=0.09, hold=0.25, bias=2.0, noise=0.05, distance=0.0, steps=1, seed=0):
-        self.speed, self.hold, self.bias, self.noise, self.steps = speed, hold, bias, noise, steps
-        self.x, self.v, self.age, self.live = distance, 0.0, 0, 1.0
-        self.random = random.Random(seed)
+    DIRECTIONS = 144
+
+    def __init__(self, speed=0.2, hold=0.25, bias=1.0, noise=0.05, distance=0.0, steps=1, push=0.2, seed=0):
+        self.speed, self.push, self.hold, self.bias = speed, push * speed, hold, bias
+        self.noise, self.steps, self.live, self.age = noise, steps, 1.0, 0
+        self.random = np.random.default_rng(seed)
+        self.way, self.velocity = np.zeros(self.DIRECTIONS), np.zeros(self.DIRECTIONS)
+        self.way[1] = distance
+
+    @property
+    def pull(self):
+        """
+        What a coefficient of 1 does at the target, in units of the push. With `q = hold * pull` the policy rests at
+        1 / q along the push, and at a mean square of noise / q across: together 1.
+        """
+        noise = self.steps * self.speed**2 / (2.0 * self.push)
+        return (noise + math.sqrt(noise**2 + 4.0)) / 2.0 / self.hold
+
+    @property
+    def x(self):
+        return float(np.linalg.norm(self.way))
 
     @property
     def kl(self):
         return TARGET * self.x**2
 
     def measure(self, steps, rate=1.0):
-        kl = self.kl * max(1.0 + self.noise * self.random.gauss(0, 1), 0.1)
-        drag = 2.0 * self.kl
-        drive = self.hold / self.bias * 2.0 * TARGET * self.x * (1.0 + 0.4 * self.random.gauss(0, 1)) * self.live
-        return BatchMeasurement(
-            kl, 32, steps, rate, drive, drag, self.noise * kl, math.sqrt((self.bias - 1) / 4) * abs(drive)
-        )
+        kl = self.kl * max(1.0 + self.noise * self.random.normal(), 0.1)
+        worth = 2.0 * TARGET / self.pull / self.bias  # the drive along the push at the target
+        error = worth * self.speed / (12.0 * self.push)
+        drive = (worth * self.way[0] + error * self.x * self.random.normal()) * self.live
+        return BatchMeasurement(kl, 32, steps, rate, drive, 2.0 * self.kl, self.noise * kl, error * self.x * self.live)
 
     def train(self, coef, rate=1.0):
+        step = -coef * self.pull * self.push * self.way
+        step[0] += self.push * self.live
+        step += self.random.normal(size=self.DIRECTIONS) * self.speed / math.sqrt(self.DIRECTIONS)
         for _ in range(self.steps):
             self.age += 1
             follows = 0.1 / (1 - 0.9**self.age)
-            push = self.live - coef * self.x / self.hold
-            self.v += follows * (self.speed * rate * push - self.v)
-            # Adam's first step has its full length, noise included.
-            self.x = abs(self.x + self.v * (2 if self.age == 1 else 1))
-
-
-class TiringPlant(Plant):
-    """A policy that slows down on its way, whatever the penalty does."""
-
-    @property
-    def speed(self):
-        return self.fresh_speed * (1 - 0.7 * min(self.x, 1.0))
-
-    @speed.setter
-    def speed(self, value):
-        self.fresh_speed = value
+            self.velocity += follows * (step - self.velocity)
+            self.way += rate * self.velocity
 
 
 def follow(controller, plant, batches, rates=None, at_once=True):
@@ -88,22 +95,84 @@ def arrival(shares):
     return next(batch for batch, share in enumerate(shares) if share > 0.9)
 
 
+def free_arrival(plant):
+    batches = 0
+    while plant.kl < 0.9 * TARGET:
+        plant.train(0.0)
+        batches += 1
+    return batches
+
+
+class TestMotion:
+    @pytest.mark.parametrize("push", [0.0, 0.02, -0.01])
+    @pytest.mark.parametrize("steps", [1, 3, 8])
+    def test_a_walk_under_a_push(self, steps, push):
+        """What the law foresees is the mean of many walks: distance, speed, and the two moments of the noise."""
+        stride, momentum, rollouts, walks, directions = 0.1, 0.9, 6, 400, 64
+        random = np.random.default_rng(0)
+        way, drift, gusts = (np.zeros((walks, directions)) for _ in range(3))
+        way[:, 0] = 0.8
+        state = HoldKLControllerState(0.1, distance=0.8, stride=stride, steps=steps)
+        for rollout in range(rollouts):
+            noise = random.normal(size=way.shape) * stride / math.sqrt(directions)
+            away = way / np.linalg.norm(way, axis=1, keepdims=True)
+            for step in range(steps):
+                follows = (1 - momentum) / (1 - momentum ** (rollout * steps + step + 1))
+                drift += follows * (push * away - drift)
+                gusts += follows * (noise - gusts)
+                way += drift + gusts
+            state = coast(state, push, steps, HoldConstants())
+            assert state.distance == pytest.approx(np.linalg.norm(way, axis=1).mean(), rel=0.03)
+        assert state.speed == pytest.approx(push * (1.0 if push else 0.0), abs=0.002)
+        assert state.noise_speed == pytest.approx((gusts**2).sum(axis=1).mean(), rel=0.1)
+        assert state.noise_lean == pytest.approx((gusts * way).sum(axis=1).mean(), rel=0.15)
+
+    def test_a_horizon_of_several_rollouts_has_new_noise_in_each(self):
+        state = HoldKLControllerState(0.1, distance=1.0, stride=0.2, steps=2.0, age=100.0)
+        once, constants = state, HoldConstants()
+        for _ in range(3):
+            once = coast(once, 0.01, 2, constants)
+        assert coast(state, 0.01, 6, constants) == once
+
+    @pytest.mark.parametrize("steps", [1, 4])
+    def test_knows_how_uncertain_it_is(self, steps):
+        """The surprises of the filter are as large as it expects, and on both sides."""
+        surprises = []
+
+        class Watched(HoldKLController):
+            def _predict(self, state):
+                self.predicted = super()._predict(state)
+                return self.predicted
+
+        for seed in range(6):
+            controller, plant = Watched(target=TARGET), Plant(0.2 / steps, steps=steps, noise=0.08, seed=seed)
+            for batch in range(120):
+                measured = plant.measure(min(batch, 1) * steps)
+                controller.observe(measured)
+                if batch >= 20:
+                    state = controller.predicted
+                    spread = math.sqrt(state.c00 + (1.3 * 0.08 * state.distance / 2) ** 2)
+                    surprises.append((math.sqrt(measured.kl / TARGET) - state.distance) / spread)
+                plant.train(controller.value)
+        assert abs(fmean(surprises)) < 0.2
+        assert 0.5 < fmean(surprise**2 for surprise in surprises) < 1.2
+
+
 class TestHolding:
     @pytest.mark.parametrize("at_once", [True, False])
-    @pytest.mark.parametrize("hold", [0.02, 0.25, 2.0])
-    @pytest.mark.parametrize("speed", [0.03, 0.09, 0.2])
-    def test_holds_the_target(self, hold, speed, at_once):
-        runs = [follow(build(), Plant(speed, hold, seed=seed), 150, at_once=at_once)[0] for seed in range(12)]
-        assert all(relative_rms_error(shares[75:], 1.0) < 0.1 for shares in runs)
-        # At the greatest speed the policy arrives in five batches, and single seeds go further.
-        assert fmean(max(shares) for shares in runs) < 1.3
+    @pytest.mark.parametrize("hold", [0.02, 2.0])
+    @pytest.mark.parametrize(("speed", "most"), [(0.05, 0.05), (0.2, 0.06), (0.5, 0.15)])
+    def test_holds_the_target(self, speed, most, hold, at_once):
+        runs = [follow(build(), Plant(speed, hold, seed=seed), 200, at_once=at_once)[0] for seed in range(6)]
+        assert all(relative_rms_error(shares[120:], 1.0) < most for shares in runs)
+        assert max(max(shares) for shares in runs) < 1.3
 
     @pytest.mark.parametrize("at_once", [True, False])
-    @pytest.mark.parametrize("steps", [1, 4, 8])
+    @pytest.mark.parametrize("steps", [4, 8])
     def test_several_optimizer_steps_per_rollout(self, steps, at_once):
-        shares, _ = follow(build(), Plant(0.05, steps=steps), 120, at_once=at_once)
-        assert relative_rms_error(shares[60:], 1.0) < 0.13
-        assert max(shares) < 1.45
+        shares, _ = follow(build(), Plant(0.3 / steps, steps=steps), 120, at_once=at_once)
+        assert relative_rms_error(shares[60:], 1.0) < 0.1
+        assert max(shares) < 1.25
 
     def test_one_wild_batch_hardly_moves_the_coefficient(self):
         """A group whose rewards hardly differ has huge advantages, and with them drive and error."""
@@ -119,7 +188,7 @@ class TestHolding:
         follow(controller, plant, 60)
         plant.hold *= 10
         shares, _ = follow(controller, plant, 120)
-        assert max(shares) < 1.45 and relative_rms_error(shares[60:], 1.0) < 0.05
+        assert max(shares) < 1.45 and relative_rms_error(shares[60:], 1.0) < 0.06
 
     def test_a_first_drive_without_error_is_not_the_measure(self):
         controller, plant = build(), Plant()
@@ -129,32 +198,32 @@ class TestHolding:
         follow(controller, plant, 60)
         assert controller.state_dict()["drive_variance"] > 0
 
-    @pytest.mark.parametrize("first", [0.5, 2.0])
-    def test_learns_the_free_speed(self, first):
-        """The first move tells it to a factor of two; it must not be mistaken for a penalty that is too strong."""
-        controller, plant = build(), Plant(0.09, noise=0.02)
-        follow(controller, plant, 2)
-        wrong = {name: first * controller.state_dict()[name] for name in ("free_speed", "fastest")}
-        controller.load_state_dict(controller.state_dict() | wrong)
-        follow(controller, plant, 40)
-        assert controller.free_speed == pytest.approx(0.09, rel=0.35)
+    @pytest.mark.parametrize("first", [0.4, 2.5])
+    def test_learns_how_far_a_push_moves_the_policy(self, first):
+        """The first move tells it roughly."""
+        controllers = build(), build()
+        for controller in controllers:
+            plant = Plant(noise=0.02)
+            follow(controller, plant, 2)
+            if controller is controllers[1]:
+                state = controller.state_dict()
+                controller.load_state_dict(state | {"mobility": first * state["mobility"]})
+            shares, _ = follow(controller, plant, 60)
+            assert max(shares) < 1.3
+        told, wrong = (controller.state_dict()["mobility"] for controller in controllers)
+        assert abs(math.log(wrong / told)) < 0.5 * abs(math.log(first))
 
-    @pytest.mark.parametrize("speed", [0.03, 0.09, 0.15])
+    @pytest.mark.parametrize("speed", [0.05, 0.2, 0.3])
     def test_arrives_about_as_fast_as_a_free_run(self, speed):
-        def mean_arrival(**constants):
-            runs = [follow(build(constants=constants), Plant(speed, seed=seed), 120)[0] for seed in range(12)]
-            return fmean(arrival(shares) for shares in runs)
-
-        assert mean_arrival() <= 1.6 * math.sqrt(0.9) / speed
-        # A policy that is fast is given less time to brake.
-        slower = mean_arrival(shortest_horizon=5.0)
-        assert mean_arrival() < slower if speed > 0.07 else mean_arrival() == slower
+        plants = [Plant(speed, seed=seed) for seed in range(8)]
+        free = fmean(free_arrival(Plant(speed, seed=seed)) for seed in range(8))
+        assert fmean(arrival(follow(build(), plant, 150)[0]) for plant in plants) <= 1.6 * free
 
     def test_does_not_brake_for_the_long_first_step(self):
-        """Adam's first step is as long as two others. Its momentum is young, so that it does not carry on."""
-        controller, plant = build(), Plant(0.1, noise=0.02)
-        _, coefs = follow(controller, plant, 6)
-        assert max(coefs[1:5]) < 0.2 * controller.hold
+        """Adam's first step is several times as long as its later ones, and has hardly a direction."""
+        controller, plant = build(), Plant(0.3, noise=0.02)
+        _, coefs = follow(controller, plant, 4)
+        assert max(coefs[1:3]) < 0.2 * controller.hold
 
     @pytest.mark.parametrize("kl", [0.0, 1e-8])
     def test_momentum_does_not_age_while_nothing_moves(self, kl):
@@ -164,80 +233,24 @@ class TestHolding:
             controller.observe(BatchMeasurement(kl, 32, min(batch, 1), 1.0, 0.0, 1e-8))
         assert controller.state_dict()["age"] == 0
 
-    def test_a_policy_that_slows_down_is_not_one_that_the_penalty_brakes(self):
-        def mean_bias(**constants):
-            learned = []
-            for seed in range(12):
-                controller = build(constants=constants)
-                follow(controller, TiringPlant(0.2, noise=0.1, seed=seed), 8)
-                learned.append(controller.state_dict()["bias"])
-            return fmean(learned)
-
-        assert 0.6 * mean_bias(measured_spread=HoldConstants.spread) < mean_bias() < 0
-
-    @pytest.mark.parametrize(("kl", "drive", "measured"), [(0.04, 0.3, True), (0.04, None, False), (40.0, 0.3, False)])
-    def test_trusts_a_drive_that_is_measured_near_the_reference(self, kl, drive, measured):
-        controller = build()
-        controller.observe(BatchMeasurement(kl, 32, 1, 1.0, drive, drive, 0.05 * kl, drive))
-        k = controller.constants
-        expected = k.measured_spread if measured else k.spread
-        assert math.sqrt(controller.state_dict()["c22"]) == pytest.approx(expected, rel=0.1)
-
-    def test_trusts_it_only_once(self):
-        controller, plant = build(), Plant()
-        follow(controller, plant, 30)
-        wide = controller.state_dict() | {"c22": 0.3, "c02": 0.0, "c12": 0.0, "c23": 0.0}
-        controller.load_state_dict(wide)
-        controller.observe(plant.measure(0))
-        assert controller.state_dict()["c22"] == pytest.approx(0.3)
-
-    def test_learns_faster_where_its_surprises_are_on_one_side(self):
-        """The drag weakens to a quarter and the drive does not show it: only the KL can tell."""
-
-        def excess(**constants):
-            above = []
-            for seed in range(8):
-                controller, plant = build(constants=constants), Plant(0.06, seed=seed)
-                follow(controller, plant, 60)
-                plant.hold, plant.bias = 4 * plant.hold, 4 * plant.bias
-                above.append(fmean(share - 1.0 for share in follow(controller, plant, 40)[0]))
-            return fmean(above)
-
-        assert excess() < 0.85 * excess(streak_drift=0.0)
-
-    def test_chance_makes_no_streak(self):
-        squares = []
-
-        class Watched(HoldKLController):
-            def observe(self, batch):
-                value = super().observe(batch)
-                squares.append(self._state.streak**2)
-                return value
-
-        for seed in range(4):
-            follow(Watched(target=TARGET), Plant(seed=seed), 260)
-        settled = fmean(square for index, square in enumerate(squares) if index % 260 >= 60)
-        # The variance of a mean over this memory is 1 / 11, if one surprise does not tell the next. The filter expects
-        # gusts that this plant does not have.
-        assert 0.05 / 11 < settled < 0.4 / 11
-
     def test_a_slow_policy_arrives(self):
-        shares, _ = follow(build(), Plant(0.003), 600)
-        assert shares[-1] > 0.9 and max(shares) < 1.3
+        shares, _ = follow(build(), Plant(0.01), 1200)
+        assert shares[-1] > 0.9 and max(shares) < 1.1
 
     def test_the_start_is_forgotten(self):
         arrivals = [arrival(follow(build(start), Plant(noise=0.01), 60)[0]) for start in (None, 0.005, 0.5)]
         assert max(arrivals) <= 1.15 * min(arrivals)
 
-    def test_a_wrong_drive_is_corrected(self):
-        shares, _ = follow(build(), Plant(bias=5.0), 200)
-        assert relative_rms_error(shares[120:], 1.0) < 0.1
+    @pytest.mark.parametrize("bias", [0.4, 4.0])
+    def test_a_wrong_drive_is_corrected(self, bias):
+        shares, _ = follow(build(), Plant(bias=bias), 200)
+        assert relative_rms_error(shares[120:], 1.0) < 0.06 and max(shares) < 1.4
 
     @pytest.mark.parametrize("steps", [1, 8])
     @pytest.mark.parametrize("guarded", [False, True])
-    def test_the_free_speed_does_not_run_away(self, guarded, steps):
-        """In a long run the filter must not take its own noise for a faster policy, least of all with a guard."""
-        controller, plant = build(), Plant(0.09, steps=steps)
+    def test_nothing_runs_away_in_a_long_run(self, guarded, steps):
+        """The filter must not take its own noise for a faster policy, least of all with a guard."""
+        controller, plant = build(), Plant(0.3 if guarded else 0.3 / steps, steps=steps)
         shares, factors, taken = [], [], 0
         for _ in range(600):
             factor = factors[-1] if factors else 1.0
@@ -246,11 +259,12 @@ class TestHolding:
             plant.train(controller.value, factors[-1])
             shares.append(plant.kl / TARGET)
             taken = steps
-        assert 0.09 / 2.5 < controller._state.free_speed < 2.5 * 0.09
+        assert 1 / 6 < controller._state.mobility < 6
         if guarded:
-            ideal = min(1.0, 1 / 6 / (0.09 * steps))
+            ideal = lr_guard_factor(steps * plant.push, steps * plant.speed)
             assert ideal / 2.5 < fmean(factors[300:]) <= 1.5 * ideal
-        assert relative_rms_error(shares[300:], 1.0) < 0.13
+        if guarded or steps == 1:
+            assert relative_rms_error(shares[300:], 1.0) < 0.1
 
     def test_a_noisy_batch_does_not_count_less(self):
         """
@@ -260,8 +274,8 @@ class TestHolding:
         means = []
         for seed in range(4):
             controller, plant, shares = build(), Plant(noise=0.0, seed=seed), []
-            for batch in range(400):
-                factor = math.exp(0.3 * plant.random.gauss(0, 1) - 0.045)
+            for batch in range(300):
+                factor = math.exp(0.3 * plant.random.normal() - 0.045)
                 measured = plant.measure(min(batch, 1))
                 kl = measured.kl * factor
                 controller.observe(replace(measured, kl=kl, standard_error=0.25 * kl * factor**2))
@@ -272,9 +286,9 @@ class TestHolding:
 
     def test_predicts_with_the_coefficient_that_acted(self):
         """The steps after a measurement follow the coefficient of that batch, not the one that it led to."""
-        controller, plant, surprises = build(), Plant(noise=0.01), {"acted": [], "next": []}
+        controller, plant, surprises = build(), Plant(0.1, noise=0.01, push=0.5), {"acted": [], "next": []}
         for batch in range(100):
-            coef, following = (0.05, 0.6) if batch % 2 else (0.6, 0.05)
+            coef, following = (0.02, 0.7) if batch % 2 else (0.7, 0.02)
             controller.load_state_dict(controller.state_dict() | {"value": coef})
             controller.observe(replace(plant.measure(min(batch, 1)), applied=coef))
             plant.train(coef)
@@ -283,14 +297,14 @@ class TestHolding:
                 for name, acting in (("acted", coef), ("next", following)):
                     predicted = controller._predict(replace(controller._state, acting=acting))
                     surprises[name].append(abs(predicted.distance - plant.x))
-        assert fmean(surprises["acted"]) < 0.4 * fmean(surprises["next"])
+        assert fmean(surprises["acted"]) < 0.8 * fmean(surprises["next"])
 
-    def test_an_outlier_is_no_speed(self):
+    def test_an_outlier_tells_little(self):
         controller, plant = build(), Plant(noise=0.01)
         follow(controller, plant, 30)
-        speed, batch = controller.free_speed, plant.measure(1)
-        controller.observe(replace(batch, kl=5.0 * batch.kl, standard_error=0.3 * batch.kl))
-        assert controller.free_speed <= 1.25 * speed
+        hold, batch = controller.hold, plant.measure(1)
+        controller.observe(replace(batch, kl=5.0 * batch.kl, standard_error=0.5 * 5.0 * batch.kl))
+        assert controller.hold == pytest.approx(hold, rel=0.15)
 
     def test_an_unlucky_first_drive_counts_little(self):
         """One batch tells the drive to about its own size: a first one of 0 does not mean that nothing pulls."""
@@ -300,13 +314,14 @@ class TestHolding:
             controller.observe(BatchMeasurement(0.3, 32, 1, 1.0, drive, 0.6, 0.02, 0.3))
         assert 0.5 < unlucky.hold / lucky.hold < 2.0
 
-    def test_the_kl_alone_is_enough(self):
-        plant, controller, shares = Plant(), build(0.1), []
-        for _ in range(200):
+    @pytest.mark.parametrize("hold", [0.05, 0.25, 1.0])
+    def test_the_kl_alone_is_enough(self, hold):
+        plant, controller, shares = Plant(hold=hold), build(0.1), []
+        for _ in range(300):
             plant.train(controller.value)
             controller.update(plant.measure(1).kl, 32)
             shares.append(plant.kl / TARGET)
-        assert relative_rms_error(shares[100:], 1.0) < 0.15
+        assert relative_rms_error(shares[150:], 1.0) < 0.1
 
 
 class TestFarFromTheReference:
@@ -343,29 +358,33 @@ class TestFreezing:
         controller = build()
         controller.observe(BatchMeasurement(0.0, 32, 0))
         controller.observe(BatchMeasurement(9.0 * TARGET, 32, 1, 1e-3, 0.5, 70.0, 1.0, 0.5))
-        assert 1.5 <= controller.free_speed <= 3.0
-        assert controller.lr_factor(1e-3) == pytest.approx(1 / 6 / 3.0, rel=0.1)
+        state, factor = controller._state, controller.lr_factor(1e-3)
+        assert state.stride * 1e-3 == pytest.approx(3.0)
+        assert factor * 3.0 < 0.5
+        assert factor == pytest.approx(lr_guard_factor(controller._gain(state) * controller._drive(state) * 1e-3, 3.0))
 
     def test_no_wind_up_without_reward(self):
         controller, plant = build(), Plant()
         follow(controller, plant, 60)
         controller.observe(replace(plant.measure(1), drive=0.0))
-        value, hold, free_speed = controller.value, controller.hold, controller.free_speed
+        value, hold = controller.value, controller.hold
         for _ in range(200):
             controller.observe(BatchMeasurement(plant.kl, 32, 1, 1.0, 0.0, 8.0, 0.2))
-        assert (controller.value, controller.hold, controller.free_speed) == (value, hold, free_speed)
+        assert (controller.value, controller.hold) == (value, hold)
 
     @pytest.mark.parametrize("steps", [1, 8])
     def test_no_wind_up_where_the_policy_stops_short_of_the_target(self, steps):
         peaks = []
         for seed in range(6):
-            controller, plant = build(), Plant(0.09 if steps == 1 else 0.03, steps=steps, seed=seed)
+            controller, plant = build(), Plant(0.2 / steps, steps=steps, seed=seed)
             for batch in range(100):
                 controller.observe(plant.measure(min(batch, 1) * steps))
-                assert controller.state_dict()["c22"] <= controller.constants.spread**2
+                assert controller.state_dict()["c22"] <= controller.constants.mobility_spread**2
+                assert controller.state_dict()["c33"] <= controller.constants.most_bias_spread**2
                 plant.train(controller.value)
                 if plant.x > 0.6:
-                    plant.x, plant.v = 0.6, 0.0
+                    plant.way *= 0.6 / plant.x
+                    plant.velocity *= 0.0
             peaks.append(max(follow(controller, plant, 60)[0]))
         assert fmean(peaks) < 1.2 and max(peaks) < 1.3
 
@@ -378,7 +397,7 @@ class TestFreezing:
             controller.observe(BatchMeasurement(kl, 32, 1, 1.0, 0.0, kl, 0.1 * kl, 0.0))
         assert controller.free_speed is None
         shares, _ = follow(controller, plant, 60)
-        assert max(shares) < 1.3 and controller.free_speed > 0.03
+        assert max(shares) < 1.3 and controller.free_speed > 0.01
 
     def test_no_wind_up_at_a_learning_rate_of_zero(self):
         controller = build()
@@ -387,7 +406,7 @@ class TestFreezing:
         for _ in range(100):
             controller.observe(BatchMeasurement(1.0, 32, 1, 0.0, 1.0, 2.0, 0.1))
         assert controller.value == before["value"]
-        assert controller.free_speed == pytest.approx(before["free_speed"] * before["rate"])
+        assert all(controller.state_dict()[name] == before[name] for name in ("stride", "rate", "walked", "age"))
 
     def test_warm_up_is_no_surprise(self):
         shares, _ = follow(build(), Plant(), 160, rates=lambda batch: min(1.0, batch / 40))
@@ -415,8 +434,8 @@ class TestFreezing:
                 error = math.sqrt(rollouts) * 0.3 * drive
                 steps = float(step > 0 and rest == 0)
                 controller.observe(BatchMeasurement(now, 32 / rollouts, steps, 1.0, drive, drag, 0.05 * now, error))
-            unbiased = replace(controller._state, bias=0.0, free_speed=0.1, fastest=0.1)
-            return controller._hold(unbiased)
+            learned = replace(controller._state, bias=0.0, stride=0.1, mobility=1.0, walked=0.0)
+            return controller._hold(learned)
 
         assert hold(4) == pytest.approx(hold(1), rel=0.1)
 
@@ -476,51 +495,58 @@ class TestInterface:
         controller = build(max_coef=1.0)
         for _ in range(500):
             controller.observe(BatchMeasurement(40.0, 32, 1, 1.0, 1.0, 80.0, 1.0))
-        assert controller.value == 1.0 and controller.hold <= 4.0
+        assert controller.value == 1.0 and controller.hold <= 5.0
         assert abs(controller.state_dict()["bias"]) < 10
 
-    @pytest.mark.parametrize("speed", [0.03, 0.09, 0.2])
+    @pytest.mark.parametrize("speed", [0.05, 0.2, 0.4])
     @pytest.mark.parametrize("at_once", [True, False])
-    @pytest.mark.parametrize("batches", [6, 45])
+    @pytest.mark.parametrize("batches", [4, 45])
     def test_the_formula_is_the_law(self, batches, at_once, speed):
         """
-        What `trl-klx controllers` prints gives the coefficient: that of the batch, or that of the next one, at the
-        distance and speed one step ahead.
+        What `trl-klx controllers` prints gives the coefficient: that of the batch, or that of the next one, from where
+        the policy is then.
         """
+
+        def go(state, push, steps):
+            """Where a policy is after some rollouts of one step, in plain words: momentum, push and walk."""
+            x, v, u2, du = state.distance, state.speed, state.noise_speed, state.noise_lean
+            for step in range(steps):
+                new = 0.1 / (1 - 0.9 ** (state.age + step + 1))
+                v += new * (push - v)
+                u2 = (1 - new) ** 2 * u2 + new**2 * state.stride**2
+                du = (1 - new) * du + u2
+                x = math.sqrt(max(x + v, 0) ** 2 + 2 * du - u2)
+            moved = {"distance": x, "speed": v, "noise_speed": u2, "noise_lean": du, "age": state.age + steps}
+            return replace(state, **moved)
+
         controller, plant = build(), Plant(speed, noise=0.01)
         follow(controller, plant, batches, at_once=at_once)
         applied = controller.value
         coef = controller.observe(replace(plant.measure(1), applied=None if at_once else applied))
-        state, k, hold, a = controller._state, controller.constants, controller.hold, controller.free_speed
-        x, v = state.distance, state.speed
+        state, gain, hold = controller._state, controller._gain(controller._state), controller.hold
+        drive, drag = controller._drive(state), state.drag
+        walk = state.stride**2 / 2
+        assert hold == pytest.approx((drive + walk / gain) / drag)
+        assert controller.free_speed == pytest.approx(gain * drive + walk)
         if not at_once:
-            follows = 0.1 / (1 - 0.9 ** (state.age + 1))
-            v += follows * (a * (1 - applied * x / hold) - v)
-            x += v
-        horizon = min(max(0.35 / a, 3), 5)
-        # What is left of a speed after each step of the horizon, the last of which may be a part of one.
-        age = state.age if at_once else state.age + 1
-        left = [0.9**step * (1 - 0.9**age) / (1 - 0.9 ** (age + step)) for step in (1, 2, 3, 4, 5)]
-        coasted = sum(min(max(horizon - step, 0), 1) * share for step, share in enumerate(left))
-        lead = coasted / (horizon - coasted)
-        w = (1 - x) / max(horizon * a, 1 / 5)
-        assert coef == pytest.approx(hold * (1 - min(max(w + lead * (w - v / a), -2), 0.9)) / max(x, 1))
-        drive = controller._drive(state)
-        diffusion = min(k.diffusion * a * state.drive_variance / drive**2, k.most_diffusion)
-        assert hold == pytest.approx(math.exp(state.bias) * (1 + diffusion) * drive / state.drag)
+            state = go(state, gain * (drive - applied * drag * state.distance), 1)
+        x = state.distance
+        x0, x1 = (go(state, gain * (drive - one * drag), 3).distance for one in (0.0, hold))
+        w = x + (1 - x) * min(1, 5 * 3 * (gain * drive + walk))
+        assert coef == pytest.approx(min(max(hold * (x0 - w) / (x0 - x1), hold / 10), 3 * hold) / max(x, 1))
         parts = [
-            "hold * (1 - clip(w + lead * (w - v / a), -2, 0.9)) / max(x, 1)",
-            "w = (1 - x) / max(horizon * a, 1/5)",
+            "clip(hold * (x0 - w) / (x0 - x1), hold / 10, 3 * hold) / max(x, 1)",
+            "w = x + (1 - x) * min(1, 5 * way)",
         ]
-        parts += ["exp(bias) * (1 + diffusion) * drive / drag", "horizon = max(clip(0.35 / a, 3, 5), 2 rollouts)"]
-        assert all(part in controller.formula for part in parts)
+        assert all(part in controller.formula for part in [*parts, "hold = (drive + bias + walk) / drag"])
 
     @pytest.mark.parametrize(
         "constants",
         [
-            {"streak_memory": 0.5},
-            {"streak_drift": -1.0},
-            {"measured_spread": 0.0},
+            {"noise_memory": 0.5},
+            {"mobility_drift": -1.0},
+            {"filling": 0.0},
+            {"momentum": -0.1},
             {"horizon": math.nan},
             {"release": "1"},
         ],
@@ -530,14 +556,20 @@ class TestInterface:
         with pytest.raises(ValueError, match=f"`{name}` in `constants` must be a finite number >= .* The default is"):
             build(constants=constants)
 
+    def test_refuses_a_momentum_that_never_moves(self):
+        with pytest.raises(ValueError, match="`momentum` in `constants` must be below 1"):
+            build(constants={"momentum": 1.0})
+
 
 class TestGuard:
     def test_no_effect_on_short_steps(self):
-        assert lr_guard_factor(None) == lr_guard_factor(0.0) == lr_guard_factor(0.1) == 1.0
+        assert lr_guard_factor(0.0) == lr_guard_factor(0.1) == lr_guard_factor(0.1, 0.3) == 1.0
 
-    def test_scales_long_steps_to_the_limit(self):
-        assert lr_guard_factor(0.5) == pytest.approx(1 / 3)
-        assert lr_guard_factor(0.1, 5) == pytest.approx(1 / 3)
+    @pytest.mark.parametrize(("way", "random_way"), [(0.5, 0.0), (0.0, 2.0), (0.5, 2.0), (0.1, 0.5)])
+    def test_scales_long_steps_to_the_limit(self, way, random_way):
+        factor = lr_guard_factor(way, random_way)
+        assert factor < 1.0
+        assert factor * way + (factor * random_way) ** 2 / 2 == pytest.approx(1 / 6)
 
 
 def advise(kls, controller="hold", coef=0.1, drive=1.0, rate=1e-3, **kwargs):
