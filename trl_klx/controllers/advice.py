@@ -116,7 +116,7 @@ class KLAdviser:
             return None
         move, steps = moves[self.LONG_TIMES - 1], max(batch.optimizer_steps, 1.0)
         # At the target, where the KL moves twice as fast as its root.
-        factor = lr_guard_factor(move / self.target / 2.0 / steps, steps)
+        factor = lr_guard_factor(move / self.target / 2.0)
         rate = (
             f"{factor:.2g} times what it is"
             if not batch.learning_rate

@@ -572,11 +572,11 @@ class TestGuard:
         assert factor * way + (factor * random_way) ** 2 / 2 == pytest.approx(1 / 6)
 
 
-def advise(kls, controller="hold", coef=0.1, drive=1.0, rate=1e-3, **kwargs):
+def advise(kls, controller="hold", coef=0.1, drive=1.0, rate=1e-3, steps=1, **kwargs):
     adviser = KLAdviser(TARGET, controller, **kwargs)
     told = {}
     for number, kl in enumerate(kls):
-        text = adviser.update(BatchMeasurement(kl, 32, 1, rate, drive, 2 * kl, 0.1), coef)
+        text = adviser.update(BatchMeasurement(kl, 32, steps, rate, drive, 2 * kl, 0.1), coef)
         if text is not None:
             told[number] = text
     return told, adviser
@@ -588,8 +588,9 @@ class TestAdvice:
         assert not told
         assert adviser.summary().startswith("KL held: mean 4 nats")
 
-    def test_a_step_that_is_too_long(self):
-        told, _ = advise([0.0, 4.7, 9.0, 7.0, 11.0])
+    @pytest.mark.parametrize("steps", [1, 8])
+    def test_a_step_that_is_too_long(self, steps):
+        told, _ = advise([0.0, 4.7, 9.0, 7.0, 11.0], steps=steps)
         (number, text), *_ = told.items()
         assert number == 2
         assert "4.3 nats" in text and "`learning_rate` to about 0.0003" in text and "kl_lr_guard" in text
