@@ -84,7 +84,7 @@ class HoldKLController(KLController):
     ) -> None:
         self.constants = constants if isinstance(constants, HoldConstants) else HoldConstants(**(constants or {}))
         if init_coef is None:
-            low, high = (kwargs.get(name, FIRST_COEF) for name in ("min_coef", "max_coef"))
+            low, high = kwargs.get("min_coef", FIRST_COEF), kwargs.get("max_coef", math.inf)
             init_coef = min(max(FIRST_COEF, low), high)
         super().__init__(init_coef, **kwargs)
         self._state = replace(self._state, value=self._bound(self._state.value))
@@ -130,7 +130,8 @@ class HoldKLController(KLController):
         k, before = self.constants, self._state
         steps, rate = float(batch.optimizer_steps), 1.0 if batch.learning_rate is None else float(batch.learning_rate)
         moved = steps > 0 and rate > 0
-        if before.stride is None and not (before.live and batch.drive != 0.0):
+        # At the reference no drive shows, so that the first batch away from it tells for the one before.
+        if before.stride is None and not (before.live and (before.batches > 0.0 or batch.drive != 0.0)):
             moved = False  # the first move is that of a reward, and not of weight decay or rounding
         measured = math.sqrt(kl / self.target)
         own = k.squared_noise(kl, batch.standard_error)
@@ -144,6 +145,8 @@ class HoldKLController(KLController):
             state = replace(state, distance=0.0 if moved else measured, c00=variance)
         assert state.distance is not None
         if moved:
+            if state.stride is not None and not state.known:  # the usual stride is that of the highest learning rate
+                state = state.with_stride(min(state.stride, k.usual_stride / rate))
             state = replace(state, steps=steps, rate=rate)
         if moved and state.stride is None:
             state = self._take_first_move(state, measured, variance)
@@ -154,6 +157,8 @@ class HoldKLController(KLController):
                 # A batch with much KL has a large error too: weighed by it, the mean KL would come out too low.
                 variance = noise * (distance / 2.0) ** 2
             state = correct(state, measured, variance, k)
+            if moved and rate > before.rate:
+                state = self._shorten_stride(state, measured)
             if not before.live:  # steps without a reward: whatever moved the policy is not in the model
                 state = replace(state, mobility=before.mobility, bias=before.bias, walked=before.walked)
         state = replace(self._weigh(state, batch, measured), acting=batch.applied)
@@ -218,6 +223,7 @@ class HoldKLController(KLController):
             state,
             distance=measured,
             stride=stride,
+            known=float(known),
             mobility=math.pow(state.steps, -k.repetition),
             noise_speed=stride**2,
             noise_lean=way * stride**2,
@@ -228,6 +234,15 @@ class HoldKLController(KLController):
             c22=spread**2,
             c33=k.bias_spread**2,
         )
+
+    def _shorten_stride(self, state: HoldKLControllerState, measured: float) -> HoldKLControllerState:
+        """The state after a warm-up's first moves, which may be so tiny that rounding made their KL."""
+        near = state.known and measured < self.constants.known_start
+        if not near or state.stride is None or state.walked <= measured**2:
+            return state
+        # So near the reference hardly anything brakes: the noise has gone at most as far as the policy.
+        shorter = state.with_stride(measured / math.sqrt(state.walked) * state.stride)
+        return replace(shorter, walked=measured**2)
 
     def _advance(self, state: HoldKLControllerState, coef: float) -> HoldKLControllerState:
         """The state after the optimizer steps of one rollout that was given this coefficient."""

@@ -112,10 +112,14 @@ def correct(
     total = max(c[0][0], 0.0) + variance
     limit = 3.0 * math.sqrt(total)
     surprise = min(max(measured - state.distance, -limit), limit)
+    # One great surprise may be an outlier. If it comes again, the policy is there, whatever the model says.
+    missed = min((measured - state.distance - surprise) ** 2, 1.0)
     gain = [c[row][0] / total for row in range(4)]
     mobility = state.mobility * safe_exp(gain[2] * surprise)
+    c = tuple(tuple(c[i][j] - gain[i] * c[0][j] for j in range(4)) for i in range(4))
+    c = ((c[0][0] + missed, *c[0][1:]), *c[1:])
     return replace(
-        state.with_covariance(tuple(tuple(c[i][j] - gain[i] * c[0][j] for j in range(4)) for i in range(4))),
+        state.with_covariance(c),
         distance=max(state.distance + gain[0] * surprise, 0.0),
         speed=state.speed + gain[1] * surprise,
         mobility=min(max(mobility, 1.0 / constants.most_mobility), constants.most_mobility),

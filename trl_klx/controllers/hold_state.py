@@ -144,18 +144,18 @@ class HoldKLControllerState(KLControllerState):
     The coefficient, and what the law knows. Speeds are per optimizer step and unit of learning rate.
 
     `distance` is `sqrt(kl / target)`, `None` before the first KL above 0, and `speed` its directed change. `stride` is
-    how far the noise of one step goes, `None` before the first move, and `walked` the square of the way that it went
-    in all. `noise_speed` is the mean square of the speed that it has left in Adam's momentum, and `noise_lean` the
-    mean product of that speed with the way from the reference. `mobility` is how far a push moves the policy, as a
-    factor of what stride and error of the drive tell. `drive`, `drag` and `drive_variance`, the squared error of the
-    former, are means of what the batches showed, scaled to the target; `batches` is how many, and `completions` the
-    size of the last. `bias` is what the drive lacks by what the KL has shown, in units of its error. `c..` is the
-    covariance of distance, speed, `log mobility` and bias. `noise` is the mean squared relative noise of the KL.
-    `rollouts` is how many the last optimizer step learned from, and `waiting` how many have been measured for the next
-    one. `steps` and `rate` are the optimizer steps of the last rollout and their learning rate; `age` counts the steps
-    since the first move. `acting` is the coefficient that the batch measured last had been given before it was
-    measured, and that its steps follow; `None` if they follow `value`. `live` is 0 if no reward of that batch differed
-    from another.
+    how far the noise of one step goes, `None` before the first move; `known` is 0 if it had to be assumed. `walked` is
+    the square of the way that the noise went in all, `noise_speed` the mean square of the speed that it has left in
+    Adam's momentum, and `noise_lean` the mean product of that speed with the way from the reference. `mobility` is how
+    far a push moves the policy, as a factor of what stride and error of the drive tell. `drive`, `drag` and
+    `drive_variance`, the squared error of the former, are means of what the batches showed, scaled to the target;
+    `batches` is how many, and `completions` the size of the last. `bias` is what the drive lacks by what the KL has
+    shown, in units of its error. `c..` is the covariance of distance, speed, `log mobility` and bias. `noise` is the
+    mean squared relative noise of the KL. `rollouts` is how many the last optimizer step learned from, and `waiting`
+    how many have been measured for the next one. `steps` and `rate` are the optimizer steps of the last rollout and
+    their learning rate; `age` counts the steps since the first move. `acting` is the coefficient that the batch
+    measured last had been given before it was measured, and that its steps follow; `None` if they follow `value`.
+    `live` is 0 if no reward of that batch differed from another.
     """
 
     # Far wider than any run needs. Rounding may leave a variance slightly below 0.
@@ -163,6 +163,7 @@ class HoldKLControllerState(KLControllerState):
         "distance": (0.0, 1e6),
         "speed": (-1e30, 1e30),
         "stride": (1e-30, 1e30),
+        "known": (0.0, 1.0),
         "mobility": (1e-6, 1e6),
         "noise_speed": (0.0, 1e60),
         "noise_lean": (0.0, 1e60),
@@ -196,6 +197,7 @@ class HoldKLControllerState(KLControllerState):
     distance: float | None = None
     speed: float = 0.0
     stride: float | None = None
+    known: float = 1.0
     mobility: float = 1.0
     noise_speed: float = 0.0
     noise_lean: float = 0.0
@@ -244,6 +246,21 @@ class HoldKLControllerState(KLControllerState):
         if not stepped:
             return replace(self, waiting=self.waiting + 1.0)
         return replace(self, waiting=1.0, rollouts=max(self.waiting, 1.0))
+
+    def with_stride(self, stride: float) -> "HoldKLControllerState":
+        """The state where noise and pushes go as far as this, and always have."""
+        assert self.stride is not None
+        ratio = stride / self.stride
+        c = self.covariance
+        scales = (1.0, ratio, 1.0, 1.0)
+        scaled = tuple(tuple(scales[i] * scales[j] * c[i][j] for j in range(4)) for i in range(4))
+        return replace(
+            self.with_covariance(scaled),
+            stride=stride,
+            speed=ratio * self.speed,
+            noise_speed=ratio**2 * self.noise_speed,
+            noise_lean=ratio**2 * self.noise_lean,
+        )
 
     def with_covariance(self, c: Matrix) -> "HoldKLControllerState":
         return replace(self, **{f"c{row}{column}": c[row][column] for row in range(4) for column in range(row, 4)})

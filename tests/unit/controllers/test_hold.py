@@ -339,6 +339,39 @@ class TestFarFromTheReference:
             values.append(controller.value)
         assert values == sorted(values) and values[-1] > values[0]
 
+    def test_follows_a_reference_that_moves(self):
+        """`kl_ref_sync_steps` makes the policy its reference from time to time, and tells the controller nothing."""
+        controller, plant, ends = build(), Plant(0.1), []
+        for _ in range(4):
+            shares, _ = follow(controller, plant, 64)
+            ends.append(shares[-1])
+            plant.way *= 0.0
+        assert all(0.8 < share < 1.2 for share in ends)
+
+    @pytest.mark.parametrize("spike", [10.0, 1e6])
+    def test_one_spike_is_no_move(self, spike):
+        controller, plant = build(), Plant()
+        follow(controller, plant, 60)
+        batch = plant.measure(1)
+        controller.observe(replace(batch, kl=spike * batch.kl))
+        shares, _ = follow(controller, plant, 60)
+        assert min(shares) > 0.6 and max(shares) < 1.25
+
+    @pytest.mark.parametrize("guarded", [False, True])
+    @pytest.mark.parametrize("distance", [1.0, 3.0])
+    def test_starts_away_from_the_reference_with_warm_up(self, distance, guarded):
+        """How far a step goes is not known there, and must not be judged by the first and shortest one."""
+        controller, plant, factor, steps = build(), Plant(0.1, distance=distance), 0.1, 0
+        shares = []
+        for batch in range(400):
+            rate = min(1.0, (batch + 1) / 50)
+            controller.observe(plant.measure(steps, rate * factor))
+            factor = controller.lr_factor(rate) if guarded else 1.0
+            plant.train(controller.value, rate * factor)
+            shares.append(plant.kl / TARGET)
+            steps = 1
+        assert relative_rms_error(shares[200:], 1.0) < 0.15
+
 
 class TestFreezing:
     def test_a_kl_of_zero_teaches_nothing(self):
@@ -412,6 +445,27 @@ class TestFreezing:
         shares, _ = follow(build(), Plant(), 160, rates=lambda batch: min(1.0, batch / 40))
         assert relative_rms_error(shares[100:], 1.0) < 0.1 and max(shares) < 1.3
 
+    @pytest.mark.parametrize("floor", [0.001, 0.01])
+    def test_rounding_is_no_stride(self, floor):
+        """A warm-up's first steps are so short that what rounding adds to the KL is more than theirs."""
+        controller, plant, shares = build(), Plant(0.1), []
+        for batch in range(300):
+            rate = min(1.0, (batch + 1) / 50)
+            measured = plant.measure(min(batch, 1), rate)
+            controller.observe(replace(measured, kl=measured.kl + floor * TARGET * min(batch, 1)))
+            plant.train(controller.value, rate)
+            shares.append(plant.kl / TARGET)
+        assert relative_rms_error(shares[200:], 1.0) < 0.1 and max(shares) < 1.2
+
+    def test_every_other_batch_without_reward(self):
+        controller, plant, shares = build(), Plant(0.1), []
+        for batch in range(300):
+            plant.live = float(batch % 2)
+            controller.observe(plant.measure(min(batch, 1)))
+            plant.train(controller.value)
+            shares.append(plant.kl / TARGET)
+        assert relative_rms_error(shares[150:], 1.0) < 0.1 and max(shares) < 1.3
+
     def test_rollouts_of_the_same_weights_are_one_measurement(self):
         controller, plant = build(), Plant(noise=0.2)
         follow(controller, plant, 40)
@@ -444,6 +498,11 @@ class TestInterface:
     def test_registered(self):
         controller = get_kl_controller("hold", target=6.0)
         assert isinstance(controller, HoldKLController) and controller.value > 0
+
+    @pytest.mark.parametrize("bounds", [{"min_coef": 0.3}, {"max_coef": 0.05}, {"min_coef": 0.01, "max_coef": 0.02}])
+    def test_starts_within_its_bounds(self, bounds):
+        controller = build(**bounds)
+        assert bounds.get("min_coef", 0.0) <= controller.value <= bounds.get("max_coef", 10.0)
 
     def test_other_controllers_need_a_start(self):
         with pytest.raises(ValueError, match="init_coef"):
