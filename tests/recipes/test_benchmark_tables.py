@@ -129,7 +129,8 @@ def test_small_policy_learns_and_is_measured():
 )
 def test_hold_knows_its_coefficient_from_the_batch(most, changes):
     """
-    Little is left to what only the KL teaches, bias and mobility: neither batch size nor learning rate misleads the law.
+    Little is left to what only the KL teaches, bias and mobility: neither the size of a batch nor the learning rate
+    misleads the law.
     """
     case = robustness.Case(**changes)
     policy, controller, learned = robustness.Policy(0, case), get_kl_controller("hold", target=case.target), []
