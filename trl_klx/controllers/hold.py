@@ -43,8 +43,8 @@ class HoldKLController(KLController):
       target, is the one at which the KL would stand still there
     - `w = x + (1 - x) * min(1, way / sway)`: where it wants to be. A policy whose free way over the horizon is short
       cannot be at the target so soon
-    - `coef = clip(hold * (x0 - w) / (x0 - x1), release * hold, brake * hold) / max(x, 1)`; below the target no more
-      is needed, and the model is least sure there
+    - `coef = clip(hold * (x0 - w) / (x0 - x1), release * hold, brake * hold) / max(x, (x + w) / 2)`: the drag grows
+      with the distance, and on the way up it is that of the mean
 
     Three rules bound it. Above the target, unless the KL is on its way down to it, neither the coefficient nor the
     bias falls, and the bias grows. A KL of exactly 0, a batch without any drive and a learning rate of 0 teach
@@ -68,7 +68,8 @@ class HoldKLController(KLController):
     acts_at_once = True
     uses = frozenset({"target", "min_coef", "max_coef"})
     formula = (
-        "clip(hold * (x0 - w) / (x0 - x1), hold / 10, 3 * hold) / max(x, 1), w = x + (1 - x) * min(1, 5 * way), "
+        "clip(hold * (x0 - w) / (x0 - x1), hold / 10, 3 * hold) / max(x, (x + w) / 2), "
+        "w = x + (1 - x) * min(1, 5 * way), "
         "x0, x1 = x in max(3 steps, 2 rollouts) with coefficients 0 and hold, way = that of a free policy, "
         "x = sqrt(kl / target), hold = (drive + bias + walk) / drag at x = 1"
     )
@@ -176,15 +177,20 @@ class HoldKLController(KLController):
             return 1.0, 1.0, 1.0 / (self.init_coef or FIRST_COEF)
         if not state.drive_variance:
             return state.drive, max(abs(state.drive), self.min_coef * state.drag), state.drag
-        error = math.sqrt(state.drive_variance)
         # A batch scatters by about as much as its mean, so the usual correlation of advantage and KL counts too.
-        usual = k.usual_correlation * math.sqrt(state.completions) * error
         weight = k.usual_weight / (k.usual_weight + state.completions * state.batches)
-        return state.drive + weight * (usual - state.drive), error, state.drag
+        drive = state.drive + weight * (self._usual_drive(state) - state.drive)
+        return drive, math.sqrt(state.drive_variance), state.drag
+
+    def _usual_drive(self, state: HoldKLControllerState) -> float:
+        """The drive at the usual correlation of advantage and KL. It does not depend on the size of the batch."""
+        if not state.drive_variance:
+            return self._pull(state)[1]
+        return self.constants.usual_correlation * math.sqrt(state.completions * state.drive_variance)
 
     def _drive(self, state: HoldKLControllerState) -> float:
         drive, error, _ = self._pull(state)
-        return max(drive + state.bias * error, self.constants.least_drive * error)
+        return max(drive + state.bias * self._usual_drive(state), self.constants.least_drive * error)
 
     def _gain(self, state: HoldKLControllerState) -> float:
         """Speed that a unit of drive gives."""
@@ -317,17 +323,19 @@ class HoldKLController(KLController):
         free, held = (coast(state, gain * (drive - coef * drag), horizon, k).distance for coef in (0.0, hold))
         assert free is not None and held is not None
         coef = hold * (free - wanted) / max(free - held, 1e-12)
-        return min(max(coef, k.release * hold), k.brake * hold) / max(distance, 1.0)
+        level = max(distance, 0.5 * (distance + wanted))
+        return min(max(coef, k.release * hold), k.brake * hold) / level
 
     def _raise_bias(self, state: HoldKLControllerState, excess: float) -> HoldKLControllerState:
         """The state with a greater drive, because the KL stays above the target by this much."""
-        k, (_, error, drag) = self.constants, self._pull(state)
+        k, drag = self.constants, self._pull(state)[2]
         way = min(max(state.steps, 1.0) * self._free_speed(state), k.longest)
-        return replace(state, bias=state.bias + k.growth * min(excess, 1.0) * way * self._hold(state) * drag / error)
+        more = k.growth * min(excess, 1.0) * way * self._hold(state) * drag
+        return replace(state, bias=state.bias + more / self._usual_drive(state))
 
     def _keep_bias_bounded(self, state: HoldKLControllerState) -> HoldKLControllerState:
         """Without it the bias would wind up where it changes nothing any more."""
-        drive, error, drag = self._pull(state)
-        low = self.constants.least_drive - drive / error
+        (drive, error, drag), unit = self._pull(state), self._usual_drive(state)
+        low = (self.constants.least_drive * error - drive) / unit
         most = self.max_coef * max(state.distance or 0.0, 1.0) * drag - self._walk(state) / self._gain(state)
-        return replace(state, bias=min(max(state.bias, low), max(low, (most - drive) / error)))
+        return replace(state, bias=min(max(state.bias, low), max(low, (most - drive) / unit)))

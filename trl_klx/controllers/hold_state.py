@@ -44,7 +44,7 @@ class HoldConstants:
             most that the mobility may differ from 1, as a factor.
         bias_spread, bias_drift, most_bias_spread (`float`):
             Uncertainty of the bias before the KL has shown anything, its drift per unit of noise that was walked, and
-            the most uncertainty. A policy that does not move does not change.
+            the most uncertainty, in units of the usual drive. A policy that does not move does not change.
         usual_correlation, usual_weight (`float`):
             Correlation of advantage and KL over completions that is usual, and for how many completions it counts. One
             batch of 32 tells the drive to about its own size.
@@ -150,12 +150,12 @@ class HoldKLControllerState(KLControllerState):
     far a push moves the policy, as a factor of what stride and error of the drive tell. `drive`, `drag` and
     `drive_variance`, the squared error of the former, are means of what the batches showed, scaled to the target;
     `batches` is how many, and `completions` the size of the last. `bias` is what the drive lacks by what the KL has
-    shown, in units of its error. `c..` is the covariance of distance, speed, `log mobility` and bias. `noise` is the
-    mean squared relative noise of the KL. `rollouts` is how many the last optimizer step learned from, and `waiting`
-    how many have been measured for the next one. `steps` and `rate` are the optimizer steps of the last rollout and
-    their learning rate; `age` counts the steps since the first move. `acting` is the coefficient that the batch
-    measured last had been given before it was measured, and that its steps follow; `None` if they follow `value`.
-    `live` is 0 if no reward of that batch differed from another.
+    shown, in units of the usual drive. `c..` is the covariance of distance, speed, `log mobility` and bias. `noise` is
+    the mean squared relative noise of the KL. `rollouts` is how many the last optimizer step learned from, and
+    `waiting` how many have been measured for the next one. `steps` and `rate` are the optimizer steps of the last
+    rollout and their learning rate; `age` counts the steps since the first move. `acting` is the coefficient that the
+    batch measured last had been given before it was measured, and that its steps follow; `None` if they follow
+    `value`. `live` is 0 if no reward of that batch differed from another.
     """
 
     # Far wider than any run needs. Rounding may leave a variance slightly below 0.

@@ -592,9 +592,9 @@ class TestInterface:
         x = state.distance
         x0, x1 = (go(state, gain * (drive - one * drag), 3).distance for one in (0.0, hold))
         w = x + (1 - x) * min(1, 5 * 3 * (gain * drive + walk))
-        assert coef == pytest.approx(min(max(hold * (x0 - w) / (x0 - x1), hold / 10), 3 * hold) / max(x, 1))
+        assert coef == pytest.approx(min(max(hold * (x0 - w) / (x0 - x1), hold / 10), 3 * hold) / max(x, (x + w) / 2))
         parts = [
-            "clip(hold * (x0 - w) / (x0 - x1), hold / 10, 3 * hold) / max(x, 1)",
+            "clip(hold * (x0 - w) / (x0 - x1), hold / 10, 3 * hold) / max(x, (x + w) / 2)",
             "w = x + (1 - x) * min(1, 5 * way)",
         ]
         assert all(part in controller.formula for part in [*parts, "hold = (drive + bias + walk) / drag"])
