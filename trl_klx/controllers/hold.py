@@ -31,7 +31,7 @@ class HoldKLController(KLController):
     Each batch measures drive and drag. Adam divides a step by its noise, so the length of the first step, which is
     nearly all noise, tells how far the walk goes, and the error of the drive tells the gain: what a drive of that
     size would do. The gain is corrected by a factor, the mobility, and the drive by a bias. An extended Kalman filter
-    on this model follows `x`, `v`, mobility and bias, by the measured KL and its standard error. All steps on a
+    on this model follows `x`, `v`, mobility and bias from the measured KL and its standard error. All steps on a
     rollout share its coefficient, its `x` and its noise.
 
     A batch gets the coefficient that follows from its own KL. Where the penalty must be entered before the KL is
@@ -172,21 +172,26 @@ class HoldKLController(KLController):
 
     def _pull(self, state: HoldKLControllerState) -> tuple[float, float, float]:
         """Mean drive, the error of one batch's drive, and drag, at the target."""
-        k = self.constants
-        if state.drag <= 0.0:  # not known: any unit will do, because the gain follows the error
-            return 1.0, 1.0, 1.0 / (self.init_coef or FIRST_COEF)
+        k, error = self.constants, self._drive_error(state)
+        if state.drag <= 0.0:
+            return 1.0, error, 1.0 / (self.init_coef or FIRST_COEF)
         if not state.drive_variance:
-            return state.drive, max(abs(state.drive), self.min_coef * state.drag), state.drag
+            return state.drive, error, state.drag
         # A batch scatters by about as much as its mean, so the usual correlation of advantage and KL counts too.
         weight = k.usual_weight / (k.usual_weight + state.completions * state.batches)
-        drive = state.drive + weight * (self._usual_drive(state) - state.drive)
-        return drive, math.sqrt(state.drive_variance), state.drag
+        return state.drive + weight * (self._usual_drive(state) - state.drive), error, state.drag
+
+    def _drive_error(self, state: HoldKLControllerState) -> float:
+        if state.drag <= 0.0:  # not known: any unit will do, because the gain follows the error
+            return 1.0
+        return math.sqrt(state.drive_variance or 0.0) or max(abs(state.drive), self.min_coef * state.drag)
 
     def _usual_drive(self, state: HoldKLControllerState) -> float:
         """The drive at the usual correlation of advantage and KL. It does not depend on the size of the batch."""
-        if not state.drive_variance:
-            return self._pull(state)[1]
-        return self.constants.usual_correlation * math.sqrt(state.completions * state.drive_variance)
+        error = self._drive_error(state)
+        return (
+            self.constants.usual_correlation * math.sqrt(state.completions) * error if state.drive_variance else error
+        )
 
     def _drive(self, state: HoldKLControllerState) -> float:
         drive, error, _ = self._pull(state)

@@ -79,7 +79,10 @@ def predict(
         speeds.append((nudged.speed - after.speed) / width)
     c = propagate((tuple(distances), tuple(speeds), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0)), state.covariance)
     noise = state.steps * (state.rate * state.stride) ** 2
-    gust = [k.gusts * state.stride * reach for reach in _reach_of_push(state, k)] + [0.0, 0.0]
+    # A gust is a push that nothing foresees. From rest, and without a walk, it shows how far it reaches.
+    still = replace(state, distance=0.0, speed=0.0, stride=0.0, noise_speed=0.0, noise_lean=0.0)
+    blown = coast(still, k.gusts * state.stride, state.steps, k)
+    gust = (blown.distance or 0.0, blown.speed, 0.0, 0.0)
     drifts = (
         0.0,
         0.0,
@@ -136,16 +139,6 @@ def propagate(f: Matrix, c: Matrix) -> Matrix:
 def _follows(age: float, constants: HoldConstants) -> float:
     """How much of a gradient Adam's corrected first moment takes over at its `age`-th step."""
     return (1.0 - constants.momentum) / (1.0 - math.pow(constants.momentum, age))
-
-
-def _reach_of_push(state: HoldKLControllerState, constants: HoldConstants) -> tuple[float, float]:
-    """How far a push of 1 moves the policy over the steps of one rollout, and the speed that it leaves."""
-    way, speed = 0.0, 0.0
-    for step in range(max(math.ceil(state.steps), 1)):
-        follows = _follows(state.age + step + 1.0, constants)
-        speed += follows * (1.0 - speed)
-        way += state.rate * speed
-    return way, speed
 
 
 def _bounded_drift(drift: float, variance: float, most: float) -> float:

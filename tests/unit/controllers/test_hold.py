@@ -188,7 +188,7 @@ class TestHolding:
         follow(controller, plant, 60)
         plant.hold *= 10
         shares, _ = follow(controller, plant, 120)
-        assert max(shares) < 1.45 and relative_rms_error(shares[60:], 1.0) < 0.06
+        assert max(shares) < 1.45 and relative_rms_error(shares[60:], 1.0) < 0.05
 
     def test_a_first_drive_without_error_is_not_the_measure(self):
         controller, plant = build(), Plant()
@@ -286,7 +286,7 @@ class TestHolding:
 
     def test_predicts_with_the_coefficient_that_acted(self):
         """The steps after a measurement follow the coefficient of that batch, not the one that it led to."""
-        controller, plant, surprises = build(), Plant(0.1, noise=0.01, push=0.5), {"acted": [], "next": []}
+        controller, plant, surprises = build(), Plant(0.05, noise=0.01, push=1.0), {"acted": [], "next": []}
         for batch in range(100):
             coef, following = (0.02, 0.7) if batch % 2 else (0.7, 0.02)
             controller.load_state_dict(controller.state_dict() | {"value": coef})
@@ -297,7 +297,7 @@ class TestHolding:
                 for name, acting in (("acted", coef), ("next", following)):
                     predicted = controller._predict(replace(controller._state, acting=acting))
                     surprises[name].append(abs(predicted.distance - plant.x))
-        assert fmean(surprises["acted"]) < 0.8 * fmean(surprises["next"])
+        assert fmean(surprises["acted"]) < 0.4 * fmean(surprises["next"])
 
     def test_an_outlier_tells_little(self):
         controller, plant = build(), Plant(noise=0.01)
@@ -430,7 +430,7 @@ class TestFreezing:
             controller.observe(BatchMeasurement(kl, 32, 1, 1.0, 0.0, kl, 0.1 * kl, 0.0))
         assert controller.free_speed is None
         shares, _ = follow(controller, plant, 60)
-        assert max(shares) < 1.3 and controller.free_speed > 0.01
+        assert max(shares) < 1.3 and controller.free_speed > 0.03
 
     def test_no_wind_up_at_a_learning_rate_of_zero(self):
         controller = build()
